@@ -10,7 +10,7 @@ _KINDS = (
     ("fsdp/_fully_shard/", "", "gathered"),
     ("trainer/transforms/offload.py", "", "offloaded"),
     ("longshard/context/", "", "attention"),
-    ("trainer/models/chunked_loss.py", "", "logits"),
+    ("trainer/models/chunked_loss", "", "logits"),
     ("trainer/components/loss.py", "", "logits"),
     ("torch/utils/checkpoint.py", "recompute_fn", "recomputed"),
 )

@@ -36,7 +36,7 @@ from trainer.observer import Observer, registered_observers
 from trainer.parallel.machine import MACHINE, Machine
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.pipeline_parallel import HiddenStates, Pipeline
-from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
+from trainer.runtime.agreement import check_same, gather_values, raise_on_all_ranks
 from trainer.runtime.console import say_waiting
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
@@ -87,7 +87,7 @@ class Assembly:
         """Whether a checkpoint is due after this step, by the time."""
         self.limits = TimeLimits(
             config.comm,
-            highest=lambda seconds: max(of_all_ranks(seconds, self.dims["world"])),
+            highest=lambda seconds: max(gather_values(seconds, self.dims["world"])),
             apply=lambda seconds: self._set_timeout(seconds),
         )
         self.guard = StepGuard(config.training)

@@ -240,7 +240,7 @@ class Trainer(Assembly):
                 for each in self.observers
                 for key, x in each.record(record.positions).items()
             }
-            self.metrics.log(step, loss=loss, grad_norm=grad_norm, record=record, more=more)
+            self.metrics.log(step, loss=loss, grad_norm=grad_norm, record=record, observed=more)
 
     def reduce_step(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
         """Return loss, gradient norm, and whether this step updates the weights; note whether to stop, and to save.
@@ -260,7 +260,7 @@ class Trainer(Assembly):
             clip_gradients(self.parameters, norm, self.config.training.max_norm)
         with (
             self.region("optimizer"),
-            nullcontext() if self.early is None else self.early.rest(),
+            nullcontext() if self.early is None else self.early.finished(),
         ):
             self.optimizer.step()
 

@@ -203,7 +203,7 @@ def _configuration(args: argparse.Namespace, ranks: int) -> JobConfig:
 
 def _predicted(args: argparse.Namespace, job: ResolvedJob, process: "Process") -> None:
     """Predict on this rank; the first one prints, draws and names the file."""
-    from trainer.runtime.agreement import of_all_ranks
+    from trainer.runtime.agreement import gather_values
 
     source, is_first = fields_of(job.config), process.rank == 0
     with opened_model(job, process) as (model, dims, job):
@@ -213,7 +213,7 @@ def _predicted(args: argparse.Namespace, job: ResolvedJob, process: "Process") -
             interval = source.attributes.get("interval", 1) * job.config.fields.lead
             attributes = {**source.attributes, "interval": interval}
             with unfinished_file(args.output) if is_first else nullcontext() as folder:
-                write(result, source, attributes, Path(of_all_ranks(str(folder), dims["world"])[0]), dims["world"])
+                write(result, source, attributes, Path(gather_values(str(folder), dims["world"])[0]), dims["world"])
     if not is_first:
         return
     print("step   error of the model   of persistence   ratio")

@@ -26,7 +26,7 @@ import torch
 from lct_planner import shim
 from lct_planner.tracing import Recorder, trace
 from tests.fake_cuda import table
-from trainer.models.decoder import TransformerBlock
+from trainer.models.block import TransformerBlock
 
 _RANKS, _TOKENS = 8, 131_072
 _PARTS = {

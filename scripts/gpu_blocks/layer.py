@@ -9,7 +9,7 @@ import torch
 from scripts.gpu_blocks.block import Check
 from trainer.components.out_of_memory import is_out_of_memory
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
-from trainer.models.decoder import TransformerBlock
+from trainer.models.block import TransformerBlock
 from trainer.models.rotary import precompute_freqs_cis
 
 _FIRST, _LAST = 8192, 2**20  # tokens

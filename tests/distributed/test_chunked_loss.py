@@ -16,7 +16,7 @@ from tests.distributed.test_compile import compiled_case
 from tests.distributed.test_parity import LAYOUTS, TOLERANCE, reference
 from tests.slow import slow
 from trainer.components.norms import settle_gradients
-from trainer.models import chunked_loss
+from trainer.models import chunked_loss, chunked_loss_functions
 
 CHUNKED = "--training.loss_chunk_tokens=5"  # 32 tokens, or 16 with two ranks of cp: chunks of different lengths
 TIED = "--model.flavor=tiny_tied"
@@ -97,17 +97,17 @@ def calls_case(arguments: list[str]) -> tuple[Counter[str], Counter[str]]:
     """How often each function of a chunk is called in a training step, and in a forward without gradients."""
     calls: Counter[str] = Counter()
 
-    def counted(options: object) -> chunked_loss.ChunkFunctions:
+    def counted(options: object) -> chunked_loss_functions.ChunkFunctions:
         def of(name: str) -> Any:
             def call(*args: Any) -> Any:
                 calls[name] += 1
-                return getattr(chunked_loss, f"chunk_{name}")(*args)
+                return getattr(chunked_loss_functions, f"chunk_{name}")(*args)
 
             return call
 
-        return chunked_loss.ChunkFunctions(of("statistics"), of("gradient"), of("at_once"))
+        return chunked_loss_functions.ChunkFunctions(of("statistics"), of("gradient"), of("at_once"))
 
-    with mock.patch.object(chunked_loss.ChunkFunctions, "of", counted), trainer_of(arguments) as trainer:
+    with mock.patch.object(chunked_loss_functions.ChunkFunctions, "of", counted), trainer_of(arguments) as trainer:
         trainer.train_step(1)
         of_step = Counter(calls)
         calls.clear()

@@ -45,7 +45,7 @@ def alive() -> list[str]:
 def training_case(folder: str, arguments: list[str], steps: int) -> dict[str, Any]:
     """Train to a step, saving every second one; the state, and the names of what each step left to the optimizer."""
     left: list[set[str]] = []
-    rest = EarlyUpdates.rest
+    rest = EarlyUpdates.finished
 
     @contextlib.contextmanager
     def noted(updates: EarlyUpdates) -> Iterator[None]:
@@ -55,7 +55,7 @@ def training_case(folder: str, arguments: list[str], steps: int) -> dict[str, An
             yield
 
     settings = [*arguments, "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"]
-    with mock.patch.object(EarlyUpdates, "rest", noted), trainer_in(folder, settings) as trainer:
+    with mock.patch.object(EarlyUpdates, "finished", noted), trainer_in(folder, settings) as trainer:
         for step in range(trainer.start_step + 1, steps + 1):
             trainer.train_step(step)
             trainer.checkpoint.save(step, tokens_seen=trainer.metrics.tokens_seen(step))

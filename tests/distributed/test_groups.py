@@ -14,7 +14,7 @@ from tests.distributed.test_offload import COMPILE, DOCUMENTS, FP64, OFFLOAD, mo
 from tests.distributed.test_parity import LAYOUTS, reference
 from tests.slow import slow
 from trainer.config.schema import ActivationCheckpoint
-from trainer.models.decoder import TransformerBlock
+from trainer.models.block import TransformerBlock
 from trainer.transforms.offload import CopyStream, RecomputedInput
 
 FOUR = "--model.flavor=tiny4"

@@ -153,7 +153,7 @@ def failing_case(folder: str) -> tuple[str, list[int], list[int], bool]:
 def test_a_step_that_ends_the_run_is_followed_by_no_update(pool: WorkerPool, tmp_path: Path) -> None:
     for message, begun, launched, unchanged in pool.run(2, failing_case, str(tmp_path)):
         assert message.startswith("step 3: ")
-        assert "the weights are those of step 2" in message
+        assert "the weights are from step 2" in message
         assert begun == [1, 2, 3, 4]
         assert launched == [1, 2, 3]
         assert unchanged

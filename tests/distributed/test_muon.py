@@ -250,7 +250,7 @@ def groups_case(arguments: list[str]) -> list[tuple[float, float, list[str]]]:
     with trainer_of([*ONE_ROW, "--lr_scheduler.warmup_steps=0", *arguments]) as trainer:
         names = {p: name for part in trainer.model_parts for name, p in part.named_parameters()}
         groups = trainer.optimizer.param_groups
-        assert all(any(group is own for own in groups) for group in trainer.optimizer.rest.param_groups)
+        assert all(any(group is own for own in groups) for group in trainer.optimizer.other.param_groups)
         return [(group["lr"], group["weight_decay"], sorted(names[p] for p in group["params"])) for group in groups]
 
 

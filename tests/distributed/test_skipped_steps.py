@@ -86,7 +86,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pool: WorkerPool, la
         assert seen["ended"] == (8 if implementation == "fused" else 7)
         assert len(set(seen["lr"][:6])) == 6  # the learning rate continues
         assert seen["error"].startswith("step 7: the loss is ")
-        assert "the weights are those of step 4; training.max_skipped_steps = 2 steps before it" in seen["error"]
+        assert "the weights are from step 4; training.max_skipped_steps = 2 steps before it" in seen["error"]
     wanted, logged = one_process(pool), results[0]["logged"]
     assert [line["step"] for line in logged] == [line["step"] for line in wanted] == [1, 4]
     assert [line["skipped_steps"] for line in logged] == [0, 2]

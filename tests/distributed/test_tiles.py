@@ -81,7 +81,7 @@ def test_experts_in_parts_equal_the_whole(tiles: int) -> None:
         if parts > 1:
             experts_in_tiles(experts, parts)
         leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
-        out, beside = experts(leaves[0], chosen, leaves[1], beside=lambda: "what is computed beside")
+        out, beside = experts(leaves[0], chosen, leaves[1], meanwhile=lambda: "what is computed beside")
         assert beside == "what is computed beside"
         out.backward(cotangent)
         results.append([out, *(leaf.grad for leaf in leaves), *(p.grad for p in experts.parameters())])
@@ -102,7 +102,7 @@ def test_the_pairs_of_experts_do_not_grow_with_the_sequence() -> None:
         x = torch.randn(tokens, 4, requires_grad=True)
         chosen, weights = (torch.arange(tokens) % 2).unsqueeze(1), torch.ones(tokens, 1)
         with Meter(*of_parts.parameters(), x) as meter:
-            of_parts(x, chosen, weights, beside=lambda: None)[0].sum().backward()
+            of_parts(x, chosen, weights, meanwhile=lambda: None)[0].sum().backward()
         peaks[tokens, tiles] = meter.peak
     inner = 2048 * 4  # bytes a token of the narrower inner tensor
     assert peaks[256, 8] - peaks[64, 2] < 192 * inner / 2

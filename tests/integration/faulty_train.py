@@ -51,7 +51,7 @@ def plant(kind: str, place: str) -> None:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from trainer.checkpoint.dcp_files import Writer
-    from trainer.models.decoder import TransformerBlock
+    from trainer.models.block import TransformerBlock
     from trainer.trainer import Trainer
 
     if place == "start":

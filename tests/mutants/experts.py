@@ -16,8 +16,8 @@ EXPERTS = (
     Mutant(
         "the shared expert waits for the tokens",
         "trainer/parallel/expert_parallel.py",
-        "    other = beside()\n    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)",
-        "    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)\n    other = beside()",
+        "    other = meanwhile()\n    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)",
+        "    rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)\n    other = meanwhile()",
         "tests/distributed/test_expert_overlap.py::test_the_shared_expert_runs_while_tokens_and_gradients_are_sent",
     ),
     Mutant(

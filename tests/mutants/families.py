@@ -11,8 +11,8 @@ FAMILIES = (
     Mutant(
         "the mean square of a norm over all heads is that of a rank's heads",
         "trainer/models/norms.py",
-        "wide.square().mean(-1, keepdim=True) + self.eps",
-        "DTensor.from_local(wide.to_local().square().mean(-1, keepdim=True), x.device_mesh) + self.eps",
+        "exact.square().mean(-1, keepdim=True) + self.eps",
+        "DTensor.from_local(exact.to_local().square().mean(-1, keepdim=True), x.device_mesh) + self.eps",
         f"{_LAYOUTS}[olmo3-tp2]",
     ),
     Mutant(
@@ -31,7 +31,7 @@ FAMILIES = (
     ),
     Mutant(
         "the loss in chunks has the gradient of logits without a soft-cap",
-        "trainer/models/chunked_loss.py",
+        "trainer/models/chunked_loss_functions.py",
         "return softcap * shares, 1 - shares.square()",
         "return softcap * shares, torch.ones_like(shares)",
         "tests/unit/test_chunked_loss.py::test_capped_logits_have_the_loss_and_gradients_of_autograd",

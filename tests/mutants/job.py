@@ -750,7 +750,7 @@ PROCESSES = (
     Mutant(
         "each rank has the time-out of its own steps",
         "trainer/assembly.py",
-        'highest=lambda seconds: max(of_all_ranks(seconds, self.dims["world"])),',
+        'highest=lambda seconds: max(gather_values(seconds, self.dims["world"])),',
         "highest=lambda seconds: seconds,",
         "tests/distributed/test_timeouts.py::test_all_ranks_set_the_limits_that_the_slowest_one_needs",
     ),
@@ -897,8 +897,8 @@ PROCESSES = (
     Mutant(
         "all documents of a balanced step go to rank 0",
         "trainer/tasks/balanced_batches.py",
-        "to = assigned.bins % ranks",
-        "to = assigned.bins * 0",
+        "target_ranks = assigned.bins % ranks",
+        "target_ranks = assigned.bins * 0",
         "tests/distributed/test_balance.py::test_every_document_is_somewhere_once",
     ),
     Mutant(

@@ -63,7 +63,7 @@ OFFLOADED_INPUTS = (
     Mutant(
         "a block whose input is not seen is not offloaded, without a word",
         "trainer/transforms/offload.py",
-        "        if not found:\n            raise",
+        "        if not kept:\n            raise",
         "        if False:\n            raise",
         f"{_OFFLOAD}::test_an_input_that_is_not_seen_is_an_error",
     ),
@@ -205,8 +205,8 @@ BLOCKS = (
     Mutant(
         "the gradient of a gate lacks the other factor",
         "trainer/models/feed_forward.py",
-        "of_gate = gradient * up",
-        "of_gate = gradient * 1",
+        "gate_gradient = gradient * up",
+        "gate_gradient = gradient * 1",
         _BLOCK,
     ),
 )
@@ -248,7 +248,7 @@ TILES = (
     Mutant(
         "gradients of weights are summed over parts in the data type of the model",
         "trainer/models/tiles.py",
-        "torch.promote_types(g.dtype, torch.float32)",
+        "wide_type(g.dtype)",
         "g.dtype",
         f"{_TILES}::test_gradients_of_weights_are_summed_in_float32",
     ),
@@ -269,8 +269,8 @@ TILES = (
     Mutant(
         "experts in parts forget the gradient of the weights of choices",
         "trainer/models/tiles.py",
-        "            for target, g in zip(of_parts, found, strict=False):",
-        "            for target, g in zip(of_parts[:1], found, strict=False):",
+        "            for target, g in zip(part_gradients, gradients, strict=False):",
+        "            for target, g in zip(part_gradients[:1], gradients, strict=False):",
         f"{_TILES}::test_experts_in_parts_equal_the_whole",
     ),
     Mutant(
@@ -289,7 +289,7 @@ TILES = (
     ),
     Mutant(
         "a compiled block runs its network in parts eagerly",
-        "trainer/models/decoder.py",
+        "trainer/models/block.py",
         'return [*parts, (self, "with_feed_forward")]',
         "return parts",
         "tests/distributed/test_compile.py::test_attention_and_the_parts_of_a_network_are_graphs_of_their_own",

@@ -88,7 +88,7 @@ MUON = (
     Mutant(
         "every matrix belongs to the first rank",
         "trainer/parallel/ownership.py",
-        "sharing[dealt[sharing] % len(sharing)]",
+        "sharing[turn_of[sharing] % len(sharing)]",
         "sharing[0]",
         _COUNTS,
     ),
@@ -136,15 +136,15 @@ MUON = (
     ),
     Mutant(
         "the z-loss has the gradient of the log-sum-exp, not of its square, in chunks",
-        "trainer/models/chunked_loss.py",
+        "trainer/models/chunked_loss_functions.py",
         "(1 + 2 * z_loss * lse)[:, None]",
         "(1 + z_loss)",
         _Z_LOSS,
     ),
     Mutant(
         "the z-loss forgets the label's logit",
-        "trainer/models/chunked_loss.py",
-        "at_label.exp() * of_squares - 1",
+        "trainer/models/chunked_loss_functions.py",
+        "at_label.exp() * square_factor - 1",
         "at_label.expm1()",
         _Z_LOSS,
     ),
@@ -189,15 +189,15 @@ FURTHER = (
     Mutant(
         "hidden states come before embeddings",
         "trainer/models/decoder.py",
-        "torch.cat([of_next, found[-1]], -1)",
-        "torch.cat([found[-1], of_next], -1)",
+        "torch.cat([next_embedding, hidden[-1]], -1)",
+        "torch.cat([hidden[-1], next_embedding], -1)",
         _SEES,
     ),
     Mutant(
         "each layer for further tokens follows the model",
         "trainer/models/decoder.py",
-        "torch.cat([of_next, found[-1]], -1)",
-        "torch.cat([of_next, found[0]], -1)",
+        "torch.cat([next_embedding, hidden[-1]], -1)",
+        "torch.cat([next_embedding, hidden[0]], -1)",
         _SEES,
     ),
     Mutant(
@@ -234,7 +234,7 @@ QK_CLIP = (
     Mutant(
         "queries do not make up for the keys of their group",
         "trainer/components/qk_clip.py",
-        "(groups / of_keys[:, None]).flatten()",
+        "(groups / key_factors[:, None]).flatten()",
         "groups.sqrt().flatten()",
         _CLIPPED,
     ),

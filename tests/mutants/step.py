@@ -12,7 +12,7 @@ LOSS = (
     Mutant(
         "the gradient of the weight is summed over chunks in the model's data type",
         "trainer/models/chunked_loss.py",
-        "torch.zeros_like(weight, dtype=_precise(weight))",
+        "torch.zeros_like(weight, dtype=wide_type(weight.dtype))",
         "torch.zeros_like(weight)",
         f"{_CHUNKS}::test_the_gradient_of_the_weight_is_summed_in_float32",
     ),
@@ -81,7 +81,7 @@ LOSS = (
     ),
     Mutant(
         "the gradient of the logits is a tensor of its own before it is rounded",
-        "trainer/models/chunked_loss.py",
+        "trainer/models/chunked_loss_functions.py",
         "torch.exp(logarithms, out=logits)",
         "logarithms.exp().to(logits.dtype)",
         f"{_CHUNKS}::test_the_logits_are_read_and_written_as_often_as_docs_performance_says",
@@ -124,7 +124,7 @@ LOSS = (
     Mutant(
         "the loss is computed in the model's data type",
         "trainer/components/loss.py",
-        "logits.to(torch.promote_types(logits.dtype, torch.float32))",
+        "wide(logits)",
         "logits.to(logits.dtype)",
         "tests/unit/test_components.py",
     ),
@@ -138,8 +138,8 @@ LOSS = (
     Mutant(
         "the logged loss is that of one part of the sequence",
         "trainer/components/step_outcome.py",
-        'all_reduce(torch.cat([mine, device_votes]), dims["world"])',
-        'all_reduce(torch.cat([mine, device_votes]), dims["dp"])',
+        'all_reduce(torch.cat([local_sums, device_votes]), dims["world"])',
+        'all_reduce(torch.cat([local_sums, device_votes]), dims["dp"])',
         f"{_LAYOUT}[cp2-float32]",
     ),
     Mutant(
@@ -240,8 +240,8 @@ GRADIENTS = (
     Mutant(
         "a source counts the losses of a skipped step",
         "trainer/tasks/observers.py",
-        "torch.where(left_out.bool(), 0, self._of_step)",
-        "self._of_step",
+        "torch.where(left_out.bool(), 0, self._step_totals)",
+        "self._step_totals",
         "tests/distributed/test_late_read.py::test_a_step_that_is_left_out_counts_for_no_source",
     ),
     Mutant(
@@ -282,14 +282,14 @@ GRADIENTS = (
     Mutant(
         "a group of one rank has a communicator",
         "trainer/parallel/parallel_dims.py",
-        "    if len(mine) == 1:\n",
-        "    if not mine:\n",
+        "    if len(own_row) == 1:\n",
+        "    if not own_row:\n",
         "tests/distributed/test_communicators.py",
     ),
     Mutant(
         "meshes of the same ranks have groups of their own",
         "trainer/parallel/parallel_dims.py",
-        "if of_parts not in self._of_rows:",
+        "if group_rows not in self._by_rows:",
         "if True:",
         "tests/distributed/test_communicators.py",
     ),
@@ -565,7 +565,7 @@ VALIDATION = (
     Mutant(
         "rows that fill up the last batch of a validation count",
         "trainer/tasks/forward_pass.py",
-        '        arrays["labels"][len(mine) :] = IGNORE_INDEX\n',
+        '        arrays["labels"][len(local_sequences) :] = IGNORE_INDEX\n',
         "",
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
     ),
@@ -576,8 +576,8 @@ PREFERENCES = (
     Mutant(
         "the loss of pairs has no adjoint over context-parallel ranks",
         "trainer/tasks/preferences.py",
-        'of_documents = added_up(of_documents, self.dims["cp"])',
-        'of_documents = added_up(of_documents.detach(), self.dims["cp"]) + of_documents - of_documents.detach()',
+        'document_sums = added_up(document_sums, self.dims["cp"])',
+        'document_sums = added_up(document_sums.detach(), self.dims["cp"]) + document_sums - document_sums.detach()',
         f"{_DPO}::test_layouts_train_on_the_same_pairs",
     ),
     Mutant(

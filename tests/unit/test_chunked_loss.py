@@ -12,15 +12,8 @@ from trainer.components.loss import row_losses, token_losses
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
 from trainer.job.transforms import resolve_compilation
-from trainer.models.chunked_loss import (
-    ChunkFunctions,
-    Chunks,
-    apply_chunked_loss,
-    chunk_at_once,
-    chunk_gradient,
-    chunk_statistics,
-    chunked_token_losses,
-)
+from trainer.models.chunked_loss import Chunks, apply_chunked_loss, chunked_token_losses
+from trainer.models.chunked_loss_functions import ChunkFunctions, chunk_at_once, chunk_gradient, chunk_statistics
 from trainer.models.decoder import CappedOutput
 
 VOCAB, DIM = 37, 8

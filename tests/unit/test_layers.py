@@ -11,7 +11,8 @@ from trainer.families.feed_forward_args import DenseArgs, ExpertArgs
 from trainer.families.layers import Layer, NormArgs
 from trainer.families.mixers import AttentionArgs, LatentArgs, LatentAttentionArgs, visible_keys
 from trainer.families.registry import MODELS
-from trainer.models.decoder import MIXERS, Transformer
+from trainer.models.block import MIXERS
+from trainer.models.decoder import Transformer
 
 pytestmark = pytest.mark.about("trainer/families/args.py", "trainer/families/layers.py", "trainer/families/mixers.py")
 FAMILIES = [name for name, family in MODELS.items() if isinstance(family.flavors.get("debugmodel"), TransformerArgs)]

@@ -154,7 +154,7 @@ def test_metrics_have_the_measured_and_the_predicted_peak(tmp_path: Path, monkey
     monkeypatch.setattr(metrics.logger, "info", said.append)
     run = SimpleNamespace(_predicted=None, _estimate=tmp_path / "estimate.json", device=torch.device("cuda"))
     run._estimated = lambda name: metrics.MetricsLogger._estimated(run, name)
-    beside = metrics.MetricsLogger._beside_estimate
+    beside = metrics.MetricsLogger._predicted_memory
     assert beside(run, 3.0) == {}
     run._estimate.write_text('{"alloc')  # it is being written
     assert beside(run, 3.0) == {}

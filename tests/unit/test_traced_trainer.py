@@ -13,7 +13,7 @@ import lct_planner
 from lct_planner.device import machine
 from longshard.sharding.exchange import has_peers
 from trainer.config.errors import ConfigError, SharedConfigError
-from trainer.runtime.agreement import check_same, of_all_ranks, raise_on_all_ranks
+from trainer.runtime.agreement import check_same, gather_values, raise_on_all_ranks
 
 pytestmark = pytest.mark.about(
     "lct_planner/traced_trainer.py", "trainer/parallel/machine.py", "trainer/runtime/agreement.py"
@@ -53,7 +53,7 @@ def test_a_rank_without_peers_agrees_with_itself() -> None:
     with machine(1, 4, None):
         over = torch.device("meta")
         assert not has_peers(torch.distributed.group.WORLD)
-        assert of_all_ranks({1: "a"}, over) == [{"1": "a"}] * 4
+        assert gather_values({1: "a"}, over) == [{"1": "a"}] * 4
         check_same({"a": 1}, over, "data")
         assert raise_on_all_ranks(lambda: 3, over) == 3
 

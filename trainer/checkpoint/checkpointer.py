@@ -40,7 +40,7 @@ from trainer.data.loader import BatchLoader
 from trainer.hugging_face.reader import HFReader
 from trainer.job.record import ResolvedJob
 from trainer.parallel.parallel_dims import ParallelDims
-from trainer.runtime.agreement import of_all_ranks, raise_on_all_ranks, read_once
+from trainer.runtime.agreement import gather_values, raise_on_all_ranks, read_once
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.dump_folder import configuration_text
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout
@@ -295,7 +295,7 @@ class Checkpointer:
 
     def _writer(self, step: int, tokens_seen: int, best: float | None) -> Writer:
         """Return what writes a step, with the position of every data stream. A collective."""
-        of_ranks = of_all_ranks(self.loader.state_dict(), self.dims["dp"])
+        of_ranks = gather_values(self.loader.state_dict(), self.dims["dp"])
         state = RunState(
             step,
             tokens_seen,

@@ -11,10 +11,15 @@ def console_line(
 ) -> str:
     """Return one line of at most `line_width()` characters: progress, loss, speed, resources, time left.
 
-    position: short word for what a sample consists of: tokens, or points of a field.
-    `max`, the largest loss of a sequence, gives way to the share of the device's peak where that is known. A line that
-    is too long has single blanks, then neither `data` (waiting for data, from 5 % on) nor `max`,
-    and at last no resources.
+    If the device's peak is known, its used share replaces `max`, the largest loss of a sequence. If the line is too
+    long, it gets single blanks; then `data` (waiting for data, from 5 % on) and `max` are left out; at last the
+    resources.
+
+    Args:
+        metrics: Metrics of the step.
+        total_steps: Steps of the run.
+        eta_seconds: Time left.
+        position: Short word for the items of a sample, such as tokens, or points of a field.
     """
     loss_max = f" (max {_loss(metrics.loss_max, 2)})" if metrics.mfu is None else ""
     data = (
@@ -54,7 +59,11 @@ def console_line(
 
 
 def duration(seconds: float) -> str:
-    """Return 4:40, 1:02:03, or from a day on 2d03h."""
+    """Return a time as 4:40, 1:02:03, or from a day on 2d03h.
+
+    Args:
+        seconds: The time.
+    """
     seconds = round(seconds)
     if seconds >= 86400:
         return f"{seconds // 86400}d{seconds % 86400 // 3600:02}h"

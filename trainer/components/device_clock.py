@@ -1,4 +1,4 @@
-"""When a device reached a point of its work, by the host's clock, although the host is ahead of it."""
+"""When a device reached a point of its work, by the host's clock, although the host runs ahead of the device."""
 
 import time
 from collections.abc import Iterator
@@ -11,18 +11,24 @@ Mark = torch.cuda.Event | float
 
 
 class DeviceClock:
-    """Tells `time.perf_counter` of points in the work of a device. Making it waits for what the device does."""
+    """Returns the value of `time.perf_counter` at points in the work of a device.
+
+    The constructor waits until the device is idle.
+
+    Args:
+        device: The device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._beside = torch.cuda.Stream(device) if self._on_gpu else None
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._known = self.mark()
         if self._on_gpu:
             self._known.synchronize()
         self._time = time.perf_counter()
 
     def mark(self) -> Mark:
-        """Note the end of what the device was given until now."""
+        """Return a mark at the end of the work that the device has been given so far."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -30,24 +36,37 @@ class DeviceClock:
         return event
 
     def time_of(self, mark: Mark) -> float:
-        """Wait until the device has reached a mark, the latest so far, and return when that was."""
+        """Wait until the device has reached a mark, and return the time.
+
+        Args:
+            mark: Not earlier than the mark of the last call.
+
+        Returns:
+            The time of the mark, in seconds of `time.perf_counter`.
+        """
         if not self._on_gpu:
             return mark
         mark.synchronize()
-        # From the last one asked for: an event counts milliseconds in a float32.
+        # Measure from the last mark, because an event counts milliseconds in float32.
         self._time += self._known.elapsed_time(mark) / 1e3
         self._known = mark
         return self._time
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
-        """Let what runs inside, and the host that reads its results, wait for nothing that came after the mark.
+        """Let the work inside, and the host that reads its results, wait for nothing that came after the mark.
 
-        Collectives inside need a group of their own: NCCL runs those of a group one after another.
+        Collectives inside need a group of their own, because NCCL runs the collectives of a group one after another.
+
+        Args:
+            mark: The work inside begins after it.
+
+        Yields:
+            None, on a stream of its own if the device is a GPU.
         """
         if not self._on_gpu:
             yield
             return
-        self._beside.wait_event(mark)
-        with torch.cuda.stream(self._beside):
+        self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
             yield

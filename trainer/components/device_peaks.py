@@ -21,7 +21,12 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a device for matrix products in `dtype`; None if it is not known."""
+    """Return the peak FLOP/s of a device for matrix products. None if it is not known.
+
+    Args:
+        device: The device.
+        dtype: Dtype of the products.
+    """
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     name = torch.cuda.get_device_name(device)
@@ -29,7 +34,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process: allocated on its GPU, or resident."""
+    """Return the peak memory of this process, in GiB: allocated on its GPU, or resident.
+
+    Args:
+        device: The device of the run.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # ru_maxrss: bytes there, KiB here

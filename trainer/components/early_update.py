@@ -1,9 +1,9 @@
-"""Parameters on the host are updated during the backward: those of a unit as soon as their gradients are there.
+"""Parameters on the host are updated during the backward: the parameters of a unit as soon as it has their gradients.
 
     device         ... | backward of unit 3 | backward of unit 2 | backward of unit 1 |
     copies                                  | gradients of 3     | gradients of 2     | ...
     worker thread                                                | update 3           | update 2 | ...
-    main thread    launch the backward ...                                    loss, norm | wait | update the rest
+    main thread    launch the backward ...                                    loss, norm | wait | update the others
 
 FSDP copies gradients without waiting only if no parameter has a hook, so the hooks are on the inputs of the units.
 """
@@ -25,8 +25,12 @@ from longshard.sharding.tensors import fsdp_groups, local_part, version_of
 class EarlyUpdates:
     """Updates of units of FSDP during the last backward of a step, with the same results bit for bit.
 
-    optimizer: one that updates each parameter by itself. FSDP has reduced the gradients of a unit before that of the
-    unit's input is known.
+    FSDP reduces the gradients of a unit before autograd knows the gradient of the unit's input.
+
+    Args:
+        model: The model; its FSDP modules are the units.
+        optimizer: An optimizer that updates each parameter by itself.
+        device: The device of the backward.
     """
 
     def __init__(
@@ -37,31 +41,39 @@ class EarlyUpdates:
         self._pool = ThreadPoolExecutor(1, "update", *sets_device)
         self._counts = False
         self._calls = Counter[FSDPModule]()
-        """Forwards of each unit, less those whose backward is done, in the last micro-batch."""
+        """Forwards of each unit in the last micro-batch that wait for their backward."""
         self._jobs: list[Future] = []
         self._versions: dict[nn.Parameter, int] = {}
-        """Of gradients that are given to the worker."""
+        """Versions of the gradients that the worker uses."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # before FSDP's hook
                 module.register_forward_pre_hook(self._called, prepend=True)
 
     def start(self) -> None:
-        """Begin the last forward and backward of a step; RuntimeError if a step before has failed in its middle."""
+        """Begin the last forward and backward of a step.
+
+        Raises:
+            RuntimeError: An earlier step has failed in its middle.
+        """
         if self._versions:
             raise RuntimeError(
                 "a failed step has updated some parameters, not all; resume from the last checkpoint"
             )
         self._calls.clear()
-        self._counts, self._part = True, copy.copy(self._optimizer)  # which has no hooks
+        self._counts = True
+        self._part = copy.copy(self._optimizer)  # the copy has no hooks
 
     @contextmanager
-    def rest(self) -> Iterator[None]:
-        """Wait for the updates, and leave the optimizer the gradients of the other parameters.
+    def finished(self) -> Iterator[None]:
+        """Wait for the updates; inside, only the other parameters have gradients for the optimizer.
+
+        Yields:
+            None.
 
         Raises:
-            Exception: that of an update.
-            RuntimeError: a gradient has changed since its parameter was updated.
+            Exception: The exception of an update.
+            RuntimeError: A gradient has changed since its parameter was updated.
         """
         self._counts = False
         jobs = self._jobs
@@ -90,7 +102,7 @@ class EarlyUpdates:
         if self._counts and torch.is_grad_enabled():
             self._calls[unit] += 1
             inputs = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
-            for x in inputs[:1]:  # a unit without one is left to the optimizer
+            for x in inputs[:1]:  # the optimizer updates a unit without such an input
                 x.register_hook(lambda _: self._reduced(unit))
 
     def _reduced(self, unit: FSDPModule) -> None:

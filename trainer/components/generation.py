@@ -1,4 +1,4 @@
-"""Continue texts with a model, token by token, each new one by one forward of one token."""
+"""Continue texts with a model. Each new token takes one forward of one token."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -24,8 +24,11 @@ _PROMPT_PART = 256
 class Sampling:
     """How a token is drawn.
 
-    temperature: 0 takes the likeliest token, 1 draws by the model's probabilities; top_k: of the k likeliest tokens,
-    0 for all; top_p: of the fewest likeliest tokens that together have this probability (arXiv 1904.09751), 0 for one.
+    Attributes:
+        temperature: 0 takes the likeliest token; 1 draws by the model's probabilities.
+        top_k: Draw from the k likeliest tokens; 0: from all tokens.
+        top_p: Draw from the fewest likeliest tokens that together have this probability (arXiv 1904.09751); 0: from
+            one.
     """
 
     temperature: float = 0.7
@@ -33,19 +36,27 @@ class Sampling:
     top_p: float = 1.0
 
     def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
-        """Return a token by its logits (V,)."""
+        """Draw a token by its logits.
+
+        Args:
+            logits: (V,).
+            generator: The source of random numbers.
+
+        Returns:
+            The number of the token.
+        """
         if self.temperature == 0:
             return int(logits.argmax())
-        # of a tiny temperature too the largest is finite
+        # with a tiny temperature, too, the largest logit stays finite
         below = logits.double() - logits.max()
         chances, tokens = (
             torch.softmax(below / self.temperature, 0).cpu().sort(descending=True, stable=True)
         )
         if self.top_k:
             chances[self.top_k :] = 0
-        behind = chances.cumsum(0) - chances >= self.top_p * chances.sum()
-        behind[0] = False  # with top_p = 0, too
-        chances[behind] = 0
+        unlikely = chances.cumsum(0) - chances >= self.top_p * chances.sum()
+        unlikely[0] = False  # with top_p = 0, too
+        chances[unlikely] = 0
         return int(tokens[torch.multinomial(chances, 1, generator=generator)])
 
 
@@ -54,15 +65,15 @@ class Writing:
     """How texts are continued."""
 
     tokens: int
-    """The most tokens that are written to each."""
+    """Largest number of tokens that are written to each text."""
     sampling: Sampling
     seed: int
-    """What is drawn for a prompt depends on it and on the number of the prompt, not on the other prompts."""
+    """The tokens of a prompt depend on the seed and on the number of the prompt, not on the other prompts."""
     ends: Collection[int] = ()
     """A text ends before one of these tokens."""
     on_token: Callable[[int, int, torch.Tensor], bool | None] | None = None
-    """Called with the number of a prompt, each token when it is drawn, also one of `ends`, and the logits (V,) that it
-    was drawn by. True ends the text, on all ranks."""
+    """Called for each drawn token, also for a token of `ends`, with the number of the prompt, the token and its logits,
+    (V,). If it returns True, the text ends, on all ranks."""
     on_prompt: Callable[[int, torch.Tensor], None] | None = None
     """Called with parts of the logits (B, N, V) of the tokens of the prompts, and the position of the first token."""
 
@@ -75,14 +86,20 @@ def generate(
     prompts: Sequence[Sequence[int]],
     how: Writing,
 ) -> list[list[int]]:
-    """Return for each prompt, of one token at least, what the model writes after it.
+    """Return for each prompt the tokens that the model writes after it.
 
     The model sees at most `training.seq_len` tokens: the older half of a longer text is dropped.
 
+    Args:
+        model: The model.
+        job: The resolved job.
+        dims: The meshes of the run.
+        prompts: Prompts of at least one token.
+        how: How texts are continued.
+
     Raises:
-        SharedConfigError: on every rank, if logits are not numbers.
+        SharedConfigError: On every rank, if logits are not numbers.
     """
-    # the frequencies depend on the length of each text
     if len(prompts) > 1 and rotated_until(model, 1) < math.inf:
         return _one_by_one(model, job, dims, prompts, how)
     texts = [list(prompt) for prompt in prompts]
@@ -109,8 +126,7 @@ def generate(
                 open_texts.remove(i)
         if not open_texts:
             break
-        # an ended text continues with any token, which nobody reads
-        for i, text in enumerate(texts):
+        for i, text in enumerate(texts):  # an ended text gets any token, which nobody reads
             text.append(written[i][-1] if i in open_texts else text[-1])
     return written
 
@@ -122,16 +138,21 @@ def _one_by_one(
     prompts: Sequence[Sequence[int]],
     how: Writing,
 ) -> list[list[int]]:
-    """Continue each prompt alone, as `generate` does; `on_prompt` gets the logits (1, N, V) of each in turn."""
-    found = []
+    """Continue each prompt alone, as `generate` does, because the frequencies depend on the length of each text.
+
+    `on_prompt` gets the logits, (1, N, V), of each prompt in turn.
+    """
+    written = []
     for number, prompt in enumerate(prompts):
 
-        def tell(_: int, token: int, logits: torch.Tensor, number: int = number) -> bool | None:
+        def on_token(
+            _: int, token: int, logits: torch.Tensor, number: int = number
+        ) -> bool | None:
             return None if how.on_token is None else how.on_token(number, token, logits)
 
-        alone = replace(how, seed=how.seed + number, on_token=tell)
-        found += generate(model, job, dims, [prompt], alone)
-    return found
+        alone = replace(how, seed=how.seed + number, on_token=on_token)
+        written += generate(model, job, dims, [prompt], alone)
+    return written
 
 
 def _logits(
@@ -142,7 +163,9 @@ def _logits(
     most: int,
     on_prompt: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield the logits (B, V) of the token after each text. They grow by a token in between, up to `most` tokens.
+    """Yield the logits of the token after each text, (B, V).
+
+    Between two yields the texts grow by a token, up to `most` tokens.
 
     on_prompt: see `generate`; called when the texts are read for the first time.
     """
@@ -173,7 +196,7 @@ def _logits(
             if written < until - length:
                 newest = torch.tensor([text[-1:] for text in texts], device=device)
                 hidden = cache.run(model, newest)
-        # The texts are full: read their younger half again. Or all of them, with frequencies for longer texts.
+        # Either the texts are full: read their newer half again. Or read them whole, with frequencies for longer texts.
 
 
 def _read(
@@ -181,10 +204,10 @@ def _read(
     job: ResolvedJob,
     dims: ParallelDims,
     texts: Sequence[Sequence[int]],
-    more: int,
+    new_tokens: int,
     positions: torch.Tensor | None,
 ) -> tuple[GenerationCache, torch.Tensor]:
-    """Read texts; return what is kept of them, with room for `more` tokens, and the hidden states at `positions`."""
+    """Read texts; return the cache, with room for `new_tokens` tokens, and the hidden states at `positions`."""
     device = torch.device(job.device_type)
     cp = dims["cp"]
     tp = dims["tp"]
@@ -194,7 +217,7 @@ def _read(
     filled_texts = [[*text, *[0] * (filled - len(text))] for text in texts]
     tokens = torch.tensor(filled_texts, device=device)
     lengths = torch.tensor([len(text) for text in texts], device=device)
-    capacity = filled // cp.size() + -(-more // cp.size())
+    capacity = filled // cp.size() + -(-new_tokens // cp.size())
     cache = GenerationCache(lengths, capacity, cp, tp)
     if job.attention is None:
         rows = torch.arange(filled, device=device)

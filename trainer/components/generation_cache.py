@@ -1,13 +1,13 @@
 """What generation keeps of the texts so far, and how layers compute new tokens from it.
 
-A prompt is read by the model's own forward, with planned attention where the job has it. Context-parallel ranks divide
-its tokens as in training, and each keeps the keys and values of its own:
+The model's own forward reads a prompt, with planned attention if the job has it. Context-parallel ranks divide the
+tokens of a prompt as in training, and each rank keeps the keys and values of its own tokens:
 
     head_tail, prompt of 8 on 2 ranks:   rank 0 keeps 0 1 6 7, then the tokens 8, 10, ...
                                          rank 1 keeps 2 3 4 5, then the tokens 9, 11, ...
 
-All of them compute a new token alike. Each attends to what it keeps, and the partial results are merged by their
-log-sum-exps, as in a ring. Tensor-parallel ranks keep their own heads.
+All ranks compute the same new token. Each rank attends to the tokens that it keeps, and the partial results are merged
+by their log-sum-exps, as in a ring. Tensor-parallel ranks keep their own heads.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ from longshard.context.execution.latent import absorbed
 from longshard.context.execution.linear_chunks import Tokens, one_token
 from longshard.context.linear_attention import linear_attention
 from longshard.sharding.exchange import all_gather, all_reduce
+from longshard.sharding.tensors import wide_type
 from trainer.components.loss import whole_sequence
 from trainer.models.attention import InnerAttention
 from trainer.models.cached import cached
@@ -35,8 +36,11 @@ _LINEAR_INPUTS = 5
 class GenerationCache:
     """Keys and values, or latents, of attention, states of linear attention, and last inputs of short convolutions.
 
-    lengths: (B,) tokens of each text so far; capacity: the most tokens that a rank keeps of one; cp, tp: the ranks that
-    divide tokens and heads.
+    Args:
+        lengths: Tokens of each text so far, (B,).
+        capacity: Largest number of tokens of a text that a rank keeps.
+        cp: The ranks that divide the tokens.
+        tp: The ranks that divide the heads.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class GenerationCache:
         self._cp = cp
         self._tp = tp
         self._positions = torch.full((len(lengths), capacity), -1, device=lengths.device)
-        """Of the kept tokens; -1: none, or what fills up a prompt."""
+        """Positions of the kept tokens; -1: no token, or padding of a prompt."""
         self._used = self._runs = self._new = self._own_new = 0
         self._queries = self._rows = lengths
         self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -62,11 +66,17 @@ class GenerationCache:
         plan: torch.Tensor | None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Read this rank's tokens of the prompts, which are filled up at their ends; collective.
+        """Read this rank's tokens of the prompts, which are padded at their ends. A collective.
 
-        tokens: (B, S), S as on every rank and divided by the size of `tp`; rows: (S,), their positions; plan: the
-        handle of the open context, None without one; positions: (B, N), by default the last token of each text, N = 1
-        -> the hidden states at the positions, (B, N, dim), the same on every rank.
+        Args:
+            model: The model.
+            tokens: (B, S), S the same on every rank and a multiple of the size of `tp`.
+            rows: Positions of the tokens, (S,).
+            plan: Handle of the open context, any shape. None without a context.
+            positions: (B, N), by default the last token of each text, N = 1.
+
+        Returns:
+            The hidden states at the positions, (B, N, dim), the same on every rank.
         """
         self._rows = rows
         self._used = len(rows)
@@ -83,9 +93,13 @@ class GenerationCache:
         return all_reduce(self._rows_at(hidden, own, wanted), self._tp)
 
     def run(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states of new tokens: (B, S) -> (B, S, dim), the same on every rank; collective.
+        """Return the hidden states of new tokens, (B, S, dim), the same on every rank. A collective.
 
-        Tensor-parallel ranks divide the tokens, so they are filled up at their end. No token sees those behind it.
+        Tensor-parallel ranks divide the tokens, so the tokens are padded at their end. No token sees later tokens.
+
+        Args:
+            model: The model.
+            tokens: (B, S), the same on every rank.
         """
         self._new = tokens.shape[1]
         self._own_new = (
@@ -115,21 +129,21 @@ class GenerationCache:
     def _rows_at(
         self, x: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Return rows of x (B, S, C) by their positions (B, N), from whatever rank of `cp` has them: (B, N, C).
+        """Return rows of x, (B, S, C), at positions (B, N), from the rank of `cp` that has them: (B, N, C).
 
-        rows: (S,), the positions of those that are here. Before a text there are zeros.
+        rows: (S,), the positions of the rows on this rank. Positions before a text give zeros.
         """
         order = rows.argsort()
         places = torch.searchsorted(rows[order], positions).clamp(max=len(rows) - 1)
         here = order[places]
-        found = x.gather(1, here.unsqueeze(-1).expand(-1, -1, x.shape[2]))
-        found = torch.where((rows[here] == positions).unsqueeze(-1), found, 0)
-        return all_reduce(found.contiguous(), self._cp)
+        local = x.gather(1, here.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+        local = torch.where((rows[here] == positions).unsqueeze(-1), local, 0)
+        return all_reduce(local.contiguous(), self._cp)
 
     def _keep(
         self, module: nn.Module, k: torch.Tensor, v: torch.Tensor, first: int
     ) -> tuple[torch.Tensor, ...]:
-        """Keep keys and values, (B, K, S, D), behind the `first` ones, and return all of them."""
+        """Keep keys and values, (B, K, S, D), after the `first` ones, and return all of them."""
         if module not in self._kept:
             self._kept[module] = tuple(
                 x.new_empty(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v)
@@ -180,7 +194,7 @@ class GenerationCache:
     ) -> torch.Tensor:
         """Continue the recurrence from the state, token by token; padded tokens have the output 0."""
         v = tokens.v
-        dtype = torch.promote_types(v.dtype, torch.float32)
+        dtype = wide_type(v.dtype)
         state = self._states.get(module)
         if state is None:
             key_size = tokens.q.shape[3]
@@ -204,14 +218,14 @@ class GenerationCache:
         plan: torch.Tensor | None = None,
         up: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Do what the module does, with the keys and values of all tokens so far; shapes as there."""
+        """Attend to the keys and values of all tokens so far; shapes as in the module."""
         keys, values = self._keep(
             module, k[:, :, : self._own_new], v[:, :, : self._own_new], self._used
         )
-        dtype = torch.promote_types(q.dtype, torch.float32)
+        dtype = wide_type(q.dtype)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         if up is not None:
-            q, of_values = absorbed(q, keys, up)
+            q, value_projection = absorbed(q, keys, up)
             values = keys[..., : up.shape[2]]
         q = q.unflatten(1, (keys.shape[1], -1)).to(dtype)  # (B, K, G, S, D)
         scores = q @ keys.to(dtype)[:, :, None].mT * scale
@@ -228,7 +242,7 @@ class GenerationCache:
             totals = torch.cat((totals, logits.expand(1, *totals.shape[1:])))
         shares = totals.softmax(0)[: len(parts)]
         out = (shares * parts[..., :-1]).sum(0).flatten(1, 2)
-        return (out if up is None else out @ of_values.to(dtype)).to(v.dtype)
+        return (out if up is None else out @ value_projection.to(dtype)).to(v.dtype)
 
     def _visible(self, kept: int, window: int | None) -> torch.Tensor:
         """Return which of the kept tokens each new token sees: (B, S, T)."""

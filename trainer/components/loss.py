@@ -8,18 +8,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from longshard.sharding.exchange import all_gather
-from longshard.sharding.tensors import local_part
+from longshard.sharding.tensors import local_part, wide
 from trainer.data.packing import IGNORE_INDEX
 from trainer.models.model_spec import Decoder
 
 
 def row_losses(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
-    """Return the cross entropy of each row in at least float32, zero where there is no label.
+    """Return the cross entropy of each row, (rows,), in float32 or wider, zero where there is no label.
 
-    logits: (rows, V), plain or cut over V under `loss_parallel`; labels: (rows,) -> (rows,). z_loss: of plain logits,
-    see `chunked_loss.Chunks`; it changes gradients alone.
+    Args:
+        logits: (rows, V), plain or cut over V under `loss_parallel`.
+        labels: (rows,).
+        z_loss: For plain logits, see `chunked_loss.Chunks`; it changes gradients alone.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = wide(logits)
     losses = local_part(
         F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
     )
@@ -45,19 +47,34 @@ def token_losses(
 
 
 def count_valid(labels: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """Return the number of tokens that have a label, in all or along `dim`, as int64."""
+    """Return the number of tokens that have a label, int64: a scalar, or with `dim` one dimension fewer.
+
+    Args:
+        labels: Any shape.
+        dim: Count along this dimension. None: count all.
+    """
     return (labels != IGNORE_INDEX).sum(dim)
 
 
 def whole_sequence(hidden: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
-    """Return the hidden states of all ranks: (B, S / tp, dim) -> (B, S, dim). A collective over `tp`."""
+    """Return the hidden states of all ranks, (B, S, dim). A collective over `tp`.
+
+    Args:
+        hidden: This rank's tokens, (B, S / tp, dim).
+        tp: The tensor-parallel mesh.
+    """
     return hidden if tp.size() == 1 else torch.cat([*all_gather(hidden, tp)], dim=1)
 
 
 def whole_logits(part: Decoder, hidden: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
-    """Return the logits of whole hidden states: (B, S, dim) -> (B, S, V), the same on all ranks of `tp`. A collective.
+    """Return the logits of whole hidden states, (B, S, V), the same on all ranks of `tp`. A collective.
 
-    The model's output takes a part of the rows from each rank, and has a part of the vocabulary on each.
+    The model's output takes some rows from each rank, and each rank has a part of the vocabulary.
+
+    Args:
+        part: The model part that has the output.
+        hidden: (B, S, dim), the same on all ranks of `tp`.
+        tp: The tensor-parallel mesh.
     """
     rows = hidden.shape[1]
     own = F.pad(hidden, (0, 0, 0, -rows % tp.size())).chunk(tp.size(), dim=1)[

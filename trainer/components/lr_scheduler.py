@@ -10,10 +10,15 @@ from trainer.config.optimizer import LRScheduler
 
 
 def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
-    """Return the share of the peak learning rate for a step of a schedule of `total_steps`, both from its start on.
+    """Return the share of the peak learning rate for a step.
 
-    It rises linearly over `warmup_steps` (and is above 0 in the first step), stays at 1, and falls to `min_lr_factor`
-    over the last `decay_ratio` of the run, by default from the end of the warm-up on.
+    The share rises linearly over `warmup_steps` (and is above 0 in the first step), then stays at 1. Over the last
+    `decay_ratio` of the run it falls to `min_lr_factor`; by default it falls from the end of the warm-up on.
+
+    Args:
+        step: Number of the step, counted from the start of the schedule.
+        config: Table `[lr_scheduler]`.
+        total_steps: Steps of the schedule.
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
@@ -34,7 +39,12 @@ def build_lr_scheduler(
 ) -> LambdaLR:
     """Return the schedule of `optimizer` over `total_steps`, by default the `steps` of the run.
 
-    It starts after `restart_step`; steps before that have the rate of its first one.
+    The schedule starts after `restart_step`; steps before it have the rate of its first step.
+
+    Args:
+        optimizer: The optimizer.
+        config: Table `[lr_scheduler]`.
+        steps: Steps of the run.
     """
     total_steps = config.length(steps)
     start = config.restart_step
@@ -46,13 +56,22 @@ def build_lr_scheduler(
 def scheduled_rate(scheduler: LambdaLR, peak: float) -> float:
     """Return the learning rate of the next step, before rules for single parameters: the same on all ranks.
 
-    peak: `optimizer.lr`. Groups of parameters may have other rates, and pipeline stages have other groups.
+    Groups of parameters may have other rates, and pipeline stages have other groups.
+
+    Args:
+        scheduler: The schedule.
+        peak: `optimizer.lr`.
     """
     return peak * scheduler.lr_lambdas[0](scheduler.last_epoch)
 
 
 def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
-    """Set `scheduler` and the learning rates of its optimizer to their values after `steps` steps of this schedule."""
+    """Set `scheduler` and the learning rates of its optimizer to their values after `steps` steps of this schedule.
+
+    Args:
+        scheduler: The schedule, changed in place.
+        steps: Number of finished steps.
+    """
     lrs = [
         lr * factor(steps)
         for lr, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -64,7 +83,15 @@ def restart_lr_scheduler(scheduler: LambdaLR, steps: int) -> None:
 
 
 def check_restart(config: LRScheduler, step: int) -> None:
-    """Check that a run that continues after `step` is in the schedule; SharedConfigError if it starts later."""
+    """Check that a run that continues after `step` is in the schedule.
+
+    Args:
+        config: Table `[lr_scheduler]`.
+        step: The last finished step.
+
+    Raises:
+        SharedConfigError: The schedule starts later.
+    """
     if step < config.restart_step:
         raise SharedConfigError(
             f"lr_scheduler.restart_step = {config.restart_step} is after step {step}, where this run continues; use "

@@ -26,13 +26,18 @@ from trainer.runtime.console import logger, show_progress
 from trainer.runtime.dump_folder import ESTIMATE, TENSORBOARD
 
 _LOW_MFU = 0.4
-"""Share of the peak by which a step without a prediction of the planner is taken to be slow."""
+"""Share of the peak that a step is assumed to reach if the planner has no prediction."""
 
 
 class MetricsLogger:
     """Measures the time between logged steps, and writes metrics. Every rank calls `log`; rank 0 writes files.
 
-    start_step, tokens_before: steps and tokens of earlier runs, whose files are continued.
+    Args:
+        job: The resolved job.
+        dims: The meshes of the run.
+        device: The device of this rank.
+        start_step: Steps of earlier runs, whose files are continued.
+        tokens_before: Tokens of earlier runs.
     """
 
     def __init__(
@@ -51,9 +56,9 @@ class MetricsLogger:
         self.start_step = start_step
         self.last_step = training.steps
         self.tokens_before = tokens_before
-        beside = flops_beside(job.config, job.model)
+        adapter_flops = flops_beside(job.config, job.model)
         self.flops_per_token = tuple(
-            flops + beside for flops in job.model.flops_per_token(job.positions)
+            flops + adapter_flops for flops in job.model.flops_per_token(job.positions)
         )
         self.tokens_per_step = job.sequences_per_step * job.positions
         self.position = job.task.position
@@ -67,7 +72,7 @@ class MetricsLogger:
             lambda: self._open_sinks(job.config) if dims.is_first else None,
             dims["world"],
         )
-        # In the group of all ranks, values of a step would queue behind what the next step gathers.
+        # In the group of all ranks, the values of a step would wait for the all-gathers of the next step.
         self._all_ranks = dims.own_group("world", "metrics") or dims["world"]
         self._clock = DeviceClock(device)
         self._run_started = time.perf_counter()
@@ -86,48 +91,70 @@ class MetricsLogger:
             self._sinks.append(WeightsAndBiases(config, self.start_step))
 
     def restart_clock(self, step: int) -> None:
-        """Start measuring after `step`."""
+        """Start measuring after `step`.
+
+        Args:
+            step: The last finished step.
+        """
         self._last_step = step
         self.data_seconds = 0.0
-        """Time spent waiting for data since then."""
+        """Seconds spent waiting for data since then."""
         self._started = time.perf_counter()
 
     @contextmanager
     def loading_data(self) -> Iterator[None]:
-        """Count the time spent inside as data loading."""
+        """Count the time spent inside as data loading.
+
+        Yields:
+            None.
+        """
         started = time.perf_counter()
         yield
         self.data_seconds += time.perf_counter() - started
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time spent inside out of the speed."""
+        """Leave the time spent inside out of the speed.
+
+        Yields:
+            None.
+        """
         started = time.perf_counter()
         yield
         self._started += time.perf_counter() - started
 
     def log_validation(self, step: int, result: ValidationResult) -> None:
-        """Log the loss on validation data; rank 0 writes it to validation.jsonl, and to the sinks but metrics.jsonl."""
-        found = {
+        """Log the loss on validation data. Rank 0 writes it to validation.jsonl and to all sinks except metrics.jsonl.
+
+        Args:
+            step: The last finished step.
+            result: The result of the validation.
+        """
+        record = {
             "step": step,
             "validation_loss": result.loss,
             "validation_perplexity": result.perplexity,
         }
         for sink in (*self._validation, *self._sinks[1:]):
-            sink.write(found)
+            sink.write(record)
         logger.info(
             f"validation after step {step}: loss {result.loss:.4f}, perplexity {result.perplexity:.2f}, of "
             f"{result.tokens:,} tokens ({duration(result.seconds)})"
         )
 
     def start(self, step: int) -> None:
-        """Start measuring after `step`, and say which steps follow."""
+        """Start measuring after `step`, and log which steps follow.
+
+        Args:
+            step: The last finished step.
+        """
         self.restart_clock(step)
         if step < self.last_step:
             compiling = "; the first step compiles, which takes minutes" * self.compiles
             logger.info(f"training starts: step {step + 1} to {self.last_step}{compiling}")
 
     def log_end(self) -> None:
+        """Log the number of steps, the time and the last loss."""
         steps = self.last_step
         if self.start_step >= steps:
             logger.info(
@@ -135,24 +162,36 @@ class MetricsLogger:
                 "training.steps to continue, or name another job.dump_folder to start again"
             )
         else:
-            # None: all were skipped
+            # None: all steps were skipped
             loss = "" if self.last_loss is None else f", loss {self.last_loss:.3f}"
             run_time = duration(time.perf_counter() - self._run_started)
             logger.info(f"training done: {steps - self.start_step} steps in {run_time}{loss}")
 
     def tokens_seen(self, step: int) -> int:
-        """Return the tokens of the whole job up to the end of `step`, earlier runs included."""
+        """Return the tokens of the whole job up to the end of `step`, earlier runs included.
+
+        Args:
+            step: Number of the step.
+        """
         return self.tokens_before + (step - self.start_step) * self.tokens_per_step
 
     def starting(self, step: int) -> None:
-        """Show which step runs, in the last line of a terminal."""
+        """Show which step runs, in the last line of a terminal.
+
+        Args:
+            step: Number of the step.
+        """
         passed = time.perf_counter() - self._started
         done = step - 1 - self._last_step
         left = f", {duration((self.last_step - step + 1) * passed / done)} left" if done else ""
         show_progress(f"step {step}/{self.last_step} runs{left}")
 
     def due(self, step: int) -> bool:
-        """Return whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
+        """Return whether this step is logged: the first, the last, and every `metrics.log_freq`-th.
+
+        Args:
+            step: Number of the step.
+        """
         return step in (1, self.last_step) or step % self.settings.log_freq == 0
 
     def record(
@@ -165,9 +204,18 @@ class MetricsLogger:
         data: BatchesAhead,
         late: bool,
     ) -> StepRecord | None:
-        """Return what `log` needs of this step; None if it is not logged. A collective over the context-parallel ranks.
+        """Return the values of this step that `log` needs. A collective over the context-parallel ranks.
 
-        sums, counts: see `Trainer.forward_backward`, of all micro-batches; late: the next step runs when it is logged.
+        Args:
+            step: Number of the step.
+            sums: Losses of all micro-batches, (B,), see `Trainer.forward_backward`.
+            counts: Labels of all micro-batches, (B,).
+            lr: The learning rate.
+            data: The loader.
+            late: Whether the next step already runs when the step is logged.
+
+        Returns:
+            The values. None if the step is not logged.
         """
         if not self.due(step):
             return None
@@ -184,12 +232,20 @@ class MetricsLogger:
         loss: float,
         grad_norm: float,
         record: StepRecord,
-        more: Mapping[str, Any] | None = None,
+        observed: Mapping[str, Any] | None = None,
     ) -> StepMetrics:
         """Reduce and write one step. A collective: every rank calls it for the same steps.
 
-        loss: of the whole job. record: of this rank, with sequence_losses: (B,) mean loss of each sequence, 0 before
-        the last stage of a pipeline; epoch: mean over the data streams. more: the records of observers, on every rank.
+        Args:
+            step: Number of the step.
+            loss: Loss of the whole job.
+            grad_norm: Gradient norm before clipping.
+            record: Values of this rank; `sequence_losses`, (B,), is 0 before the last stage of a pipeline, and `epoch`
+                is the mean over the data streams.
+            observed: Records of observers, on every rank.
+
+        Returns:
+            The metrics.
         """
         end = self._clock.mark() if record.end is None else record.end
         ended = self._clock.time_of(end)
@@ -204,11 +260,11 @@ class MetricsLogger:
                 metrics, self.last_step, left * metrics.seconds_per_step, position=self.position
             )
         )
-        beside = dict(more or {}) | (
-            self._beside_estimate(metrics.memory_gib) if self._sinks else {}
+        extra = dict(observed or {}) | (
+            self._predicted_memory(metrics.memory_gib) if self._sinks else {}
         )
         for sink in self._sinks:
-            sink.write(asdict(metrics) | beside)
+            sink.write(asdict(metrics) | extra)
         self._last_step = step
         self._started = ended
         self.data_seconds = data_seconds
@@ -222,10 +278,8 @@ class MetricsLogger:
         ranks = self.dims.size("world")
         loss_max = record.sequence_losses.max().item()
         largest = [loss_max, elapsed, peak_memory_gib(self.device)]
-        loss_max, elapsed, memory = self._of_all_ranks(largest, "max")
-        waited, epoch = (
-            x / ranks for x in self._of_all_ranks([record.waited, record.epoch], "sum")
-        )
+        loss_max, elapsed, memory = self._reduce(largest, "max")
+        waited, epoch = (x / ranks for x in self._reduce([record.waited, record.epoch], "sum"))
         per_device = self.tokens_per_step * steps / elapsed / ranks
         flops = [per_device * flops for flops in self.flops_per_token]
         mfu = [None if self.peak_flops is None else value / self.peak_flops for value in flops]
@@ -250,8 +304,8 @@ class MetricsLogger:
     def predicted_seconds(self) -> float:
         """Return the seconds of a step before one has run; 0.0 if nothing is known, as on CPUs.
 
-        The longer of what the planner predicts, once that is there, and what all FLOPs take at a low MFU, with full
-        attention counted: the documents of some step may be as long as its sequences.
+        It is the larger of two times: the planner's prediction, if it is ready, and the time of all FLOPs at a low MFU.
+        The FLOPs count full attention, because the documents of some step may be as long as its sequences.
         """
         if self.peak_flops is None:
             return self._estimated("step_seconds") or 0.0
@@ -259,14 +313,14 @@ class MetricsLogger:
         return max(self._estimated("step_seconds") or 0.0, flops / (_LOW_MFU * self.peak_flops))
 
     def _estimated(self, name: str) -> float | None:
-        """Return a number that `lct estimate` has predicted for GPUs; None on CPUs, and until it is there."""
+        """Return a number that `lct estimate` has predicted for GPUs. None on CPUs, and until it is ready."""
         if self.device.type == "cuda":
             with suppress(OSError, ValueError, KeyError):
                 return float(json.loads(self._estimate.read_text(encoding="utf-8"))[name])
         return None
 
-    def _beside_estimate(self, memory: float) -> dict[str, float]:
-        """Return the peak that `lct estimate` has predicted for GPUs, once it is there; the first time, log both."""
+    def _predicted_memory(self, memory: float) -> dict[str, float]:
+        """Return the peak that `lct estimate` has predicted for GPUs, once it is ready; the first time, log both."""
         if self._predicted is None and (size := self._estimated("allocated")) is not None:
             self._predicted = size / 2**30
             logger.info(
@@ -274,12 +328,11 @@ class MetricsLogger:
             )
         return {} if self._predicted is None else {"memory_predicted_gib": self._predicted}
 
-    def _of_all_ranks(
-        self, values: Sequence[float], operation: Literal["sum", "max"]
-    ) -> list[float]:
+    def _reduce(self, values: Sequence[float], operation: Literal["sum", "max"]) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
         return all_reduce(numbers, self._all_ranks, operation).tolist()
 
     def close(self) -> None:
+        """Close all sinks."""
         for sink in (*self._sinks, *self._validation):
             sink.close()

@@ -5,7 +5,7 @@
     X = newton_schulz(u)                         of whole matrices, each once in the job: `parallel/ownership.py`
     w = (1 - lr * weight_decay) w - lr * f X     f: by the shape of the matrix, see `rate_factor`
 
-All that is no matrix is updated by AdamW. What is sent has the data type of the products.
+AdamW updates all other parameters. Ranks send data in the dtype of the products.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,7 @@ from trainer.parallel.ownership import Matrix, Owners
 _A = 3.4445
 _B = -4.7750
 _C = 2.0315
-"""Of a quintic whose repetition brings singular values near one, whatever they are (Jordan et al.)."""
+"""Coefficients of a quintic. Repeated, it brings all singular values near one (Jordan et al.)."""
 _STEPS = 5
 _LEAST = 1e-7
 
@@ -33,7 +33,11 @@ Block = tuple[Matrix, Range, torch.Tensor]
 
 
 def newton_schulz(x: torch.Tensor) -> torch.Tensor:
-    """Return matrices with about the singular vectors of x, and singular values of 0.7 to 1.2: (N, rows, columns)."""
+    """Return matrices with about the singular vectors of x, and singular values of 0.7 to 1.2: (N, rows, columns).
+
+    Args:
+        x: Matrices, (N, rows, columns).
+    """
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=_LEAST)
@@ -46,8 +50,11 @@ def newton_schulz(x: torch.Tensor) -> torch.Tensor:
 def rate_factor(rows: int, columns: int, rule: str) -> float:
     """Return the factor of the learning rate for a matrix of this shape.
 
-    rule: "original" keeps the change of an output's scale alike for all shapes; "match_rms_adamw" gives an update the
-    root mean square of AdamW's, about 0.2 (arXiv 2502.16982).
+    Args:
+        rows: Outputs of the matrix.
+        columns: Inputs of the matrix.
+        rule: "original" makes the change of an output's scale equal for all shapes; "match_rms_adamw" gives an update
+            the root mean square of AdamW's updates, about 0.2 (arXiv 2502.16982).
     """
     if rule == "original":
         return max(1, rows / columns) ** 0.5
@@ -55,11 +62,19 @@ def rate_factor(rows: int, columns: int, rule: str) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates matrices as the module says, and the rest by another optimizer, whose groups and states are also its own.
+    """Updates matrices as the module says. Another optimizer updates the other parameters.
 
-    groups: of matrices, with `lr` and `weight_decay`; owners: of these parameters in the order of the groups; rest:
-    None if there is no other parameter; momenta: data type in which they are stored; fused: as the rest's, so that the
-    device can leave out an update, see `optimizer.mask_update`. A parameter without a gradient has one of zero.
+    The groups and states of the other optimizer also belong to this one. A parameter without a gradient is updated with
+    a gradient of zero.
+
+    Args:
+        groups: Groups of matrices, with `lr` and `weight_decay`.
+        owners: Owners of these matrices, in the order of the groups.
+        settings: Table `[muon]`.
+        other: The other optimizer. None if all parameters are matrices.
+        rounding: How values are stored in bfloat16.
+        momenta: Dtype of stored momenta.
+        fused: As in the other optimizer: the device can leave out an update, see `optimizer.mask_update`.
     """
 
     def __init__(
@@ -68,21 +83,21 @@ class Muon(torch.optim.Optimizer):
         owners: Owners,
         settings: Settings,
         *,
-        rest: torch.optim.Optimizer | None,
+        other: torch.optim.Optimizer | None,
         rounding: Rounding,
         momenta: torch.dtype,
         fused: bool,
     ) -> None:
-        of_rest = [] if rest is None else rest.param_groups
-        super().__init__([*({**group, "fused": fused} for group in groups), *of_rest], {})
+        other_groups = [] if other is None else other.param_groups
+        super().__init__([*({**group, "fused": fused} for group in groups), *other_groups], {})
         self.matrix_groups = self.param_groups[: len(groups)]
-        self.rest = rest
+        self.other = other
         self._owners = owners
         self._settings = settings
         self._rounding = rounding
         self._momenta = momenta
-        if rest is not None:
-            rest.state = self.state
+        if other is not None:
+            other.state = self.state
 
     def add_state(self) -> None:
         """Give matrices that were never updated their first state."""
@@ -97,10 +112,16 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters; a collective of the ranks that share them."""
+        """Update all parameters. A collective of the ranks that share them.
+
+        Args:
+            closure: Not used.
+        """
         self.add_state()
-        found = getattr(self, "found_inf", None)
-        share = None if found is None else 1 - found.double()  # 0: nothing is to change
+        is_skipped = getattr(self, "found_inf", None)
+        share = (
+            None if is_skipped is None else 1 - is_skipped.double()
+        )  # 0: the step must change nothing
         updates = [
             _Update(p, self.state[p], group)
             for group in self.matrix_groups
@@ -112,10 +133,10 @@ class Muon(torch.optim.Optimizer):
         gathered = (
             self._owners.gather(rounds[0], partial(self._part, updates)) if rounds else None
         )
-        if self.rest is not None:  # while the first matrices are sent
-            if found is not None:
-                self.rest.found_inf = found
-            self.rest.step()
+        if self.other is not None:  # runs while the first matrices are sent
+            if is_skipped is not None:
+                self.other.found_inf = is_skipped
+            self.other.step()
         returned: Callable[[], Iterable[Block]] = tuple
         for number, matrices in enumerate(rounds, 1):
             whole = gathered()
@@ -128,7 +149,7 @@ class Muon(torch.optim.Optimizer):
         self._change(updates, returned(), share)
 
     def _advance(self, update: "_Update", share: torch.Tensor | None) -> None:
-        """Bring a momentum forward. A gradient that is not finite must not reach it."""
+        """Update a momentum. A gradient that is not finite must not reach it."""
         moved = wide(update.momentum)
         weight = 1 - self._settings.momentum
         if share is not None:
@@ -169,7 +190,10 @@ class Muon(torch.optim.Optimizer):
         first_row: int,
         bits_above: int,
     ) -> None:
-        """Store rows of a shard, from `first_row` on. bits_above: those of each element that something else has."""
+        """Store rows of a shard, from `first_row` on.
+
+        bits_above: low random bits of each element that another tensor's rounding uses.
+        """
         if value is not stored:
             start = first_row * stored.shape[1]
             bits = self._rounding.bits(
@@ -181,7 +205,10 @@ class Muon(torch.optim.Optimizer):
 
 
 class _Update:
-    """A parameter in a step: views of this rank's shards, (rows, columns) with all dimensions but the last made one."""
+    """A parameter in a step: 2-D views of this rank's shards, (rows, columns).
+
+    All dimensions except the last are rows.
+    """
 
     def __init__(
         self, parameter: nn.Parameter, state: dict[str, torch.Tensor], group: dict[str, Any]

@@ -1,6 +1,6 @@
 """One gradient norm for the whole model, also with parameters on different meshes, and clipping by it.
 
-Norms of weights and of their updates, by kind of parameter, show a run that drifts.
+Norms of weights and of their updates, by kind of parameter, show whether a run drifts.
 """
 
 import math
@@ -16,13 +16,16 @@ from longshard.sharding.exchange import all_reduce
 from longshard.sharding.tensors import local_part, to_device
 from trainer.observer import Observer, Positions
 from trainer.parallel.parallel_dims import ParallelDims
-from trainer.runtime.agreement import of_all_ranks
+from trainer.runtime.agreement import gather_values
 
 
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Bring each gradient to its parameter's placement: tensor parallelism leaves norms with partial sums.
 
     All sums over the same ranks are one all-reduce.
+
+    Args:
+        parameters: Parameters; their gradients are replaced.
     """
     together: dict[tuple, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -54,10 +57,14 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torch.Tensor:
-    """Return this rank's part of the squared norm of all gradients: () float64, on the device of the job.
+    """Return this rank's part of the squared norm of all gradients: a scalar, float64, on the device of the job.
 
     Each rank divides its squares by the number of ranks that hold the same gradient. The sum over all ranks then counts
     every element once, on any mesh and pipeline stage. (`clip_grad_norm_` refuses mixed meshes.)
+
+    Args:
+        parameters: The parameters of this rank.
+        dims: The meshes of the run.
     """
     held: dict[int, list[torch.Tensor]] = defaultdict(list)  # replicas -> local gradients
     for parameter in parameters:
@@ -66,9 +73,8 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
     total = dims.zeros()
     for replicas, grads in held.items():
         # float64: a float32 sum over a million squares is off by 2e-4 on a CPU, differently for each way of sharding.
-        norms = torch.stack(
-            torch._foreach_norm(grads, 2, dtype=torch.float64)
-        )  # which reads float32, and copies nothing
+        # The kernel reads float32 and copies nothing.
+        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64))
         total += to_device((norms**2).sum(), total.device) / replicas
     return total
 
@@ -79,8 +85,11 @@ def clip_gradients(
 ) -> None:
     """Scale all gradients so that their common norm is at most `max_norm`.
 
-    norm: of all gradients; as a tensor on their device, () float64, it is not read: all gradients are multiplied, by
-    one if they are not to be scaled.
+    Args:
+        parameters: The parameters of this rank.
+        norm: The norm of all gradients. A tensor, a scalar in float64 on their device, is not read by the host: then
+            all gradients are multiplied, by one if nothing is to be scaled.
+        max_norm: Largest norm.
     """
     grads = [
         local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
@@ -95,7 +104,12 @@ def clip_gradients(
 
 
 def replicas_of(x: torch.Tensor, dims: ParallelDims) -> int:
-    """Return how many ranks hold the same shard: those along mesh dimensions over which it is not cut."""
+    """Return how many ranks hold the same shard: the product of the mesh dimensions over which x is not cut.
+
+    Args:
+        x: A tensor of any shape, a DTensor if it is sharded.
+        dims: The meshes of the run.
+    """
     sizes = (
         zip(x.device_mesh.shape, x.placements, strict=True) if isinstance(x, DTensor) else ()
     )
@@ -106,7 +120,12 @@ def replicas_of(x: torch.Tensor, dims: ParallelDims) -> int:
 class UpdateNorms(Observer):
     """Logs root mean squares of weights and of their last updates, over all layers of a kind of parameter.
 
-    It keeps a copy of this rank's weights while the optimizer works. A collective of all ranks.
+    It keeps a copy of this rank's weights while the optimizer works. `record` and the constructor are collectives.
+
+    Args:
+        model_parts: The model parts of this rank.
+        optimizer: The optimizer, which gets hooks.
+        dims: The meshes of the run.
     """
 
     def __init__(
@@ -123,13 +142,13 @@ class UpdateNorms(Observer):
             if p.requires_grad
         ]
         kinds = [re.sub(r"\.\d+\.", ".", name) for name, _ in trained]
-        stages = [kinds] if dims.size("pp") == 1 else of_all_ranks(kinds, dims["world"])
+        stages = [kinds] if dims.size("pp") == 1 else gather_values(kinds, dims["world"])
         self._kinds = list(dict.fromkeys(kind for stage in stages for kind in stage))
         self._parameters = [
             (self._kinds.index(kind), p) for kind, (_, p) in zip(kinds, trained, strict=True)
         ]
         self._sums = dims.zeros(3, len(self._kinds))
-        """Of this rank: squares of weights, squares of updates, elements."""
+        """This rank's squares of weights, squares of updates, and numbers of elements."""
         optimizer.register_step_pre_hook(lambda *_: self._before())
         optimizer.register_step_post_hook(lambda *_: self._after())
 
@@ -149,12 +168,16 @@ class UpdateNorms(Observer):
         del self._old
 
     def record(self, positions: Positions) -> dict[str, float]:
-        """Return `weight_rms.KIND` and `update_rms.KIND`; one collective."""
+        """Return `weight_rms.KIND` and `update_rms.KIND`; one collective.
+
+        Args:
+            positions: Positions of the data streams; not used.
+        """
         weights, updates, elements = all_reduce(
             self._sums.clone(), self._dims["world"]
         ).tolist()
         return {
-            f"{what}.{kind}": (square / max(number, 1)) ** 0.5
-            for what, squares in (("weight_rms", weights), ("update_rms", updates))
+            f"{metric}.{kind}": (square / max(number, 1)) ** 0.5
+            for metric, squares in (("weight_rms", weights), ("update_rms", updates))
             for kind, square, number in zip(self._kinds, squares, elements, strict=True)
         }

@@ -21,18 +21,21 @@ from trainer.models.experts import Experts
 from trainer.models.matrices import matrices_of
 from trainer.parallel.ownership import Owners
 from trainer.parallel.parallel_dims import ParallelDims
-from trainer.runtime.agreement import of_all_ranks
+from trainer.runtime.agreement import gather_values
 
 
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters that were never updated their first state.
 
-    Another optimizer than those of this program makes it, if it has none yet, in a step with gradients of zero, at a
-    learning rate of zero.
+    An optimizer of another class, if it has no state yet, makes it in a step with gradients of zero, at a learning rate
+    of zero.
+
+    Args:
+        optimizer: The optimizer, changed in place.
     """
     if isinstance(optimizer, Muon):
         optimizer.add_state()
-        optimizer = optimizer.rest
+        optimizer = optimizer.other
     if not isinstance(optimizer, torch.optim.Adam):
         if optimizer is not None and not optimizer.state:
             _step_without_effect(optimizer)
@@ -65,9 +68,12 @@ def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
 def build_optimizer(
     model_parts: Sequence[nn.Module], config: JobConfig, dims: ParallelDims | None = None
 ) -> torch.optim.Optimizer:
-    """Return the configured optimizer over all that is trained: one of this program, or one that a package has added.
+    """Return the configured optimizer of all trained parameters: of this program, or of a package.
 
-    dims: of the job, which Muon needs; with it this is a collective of all ranks.
+    Args:
+        model_parts: The model parts of this rank.
+        config: The configuration.
+        dims: The meshes of the run, which Muon needs; with it this is a collective of all ranks.
 
     Raises:
         ConfigError: Muon does not know whether a parameter is a matrix.
@@ -93,21 +99,21 @@ def build_optimizer(
     )
     device = next(nn.ModuleList(model_parts).parameters()).device.type
     implementation = settings.implementation_on(device)
-    rest = _adam(
+    adam = _adam(
         [group for group in groups if group["params"]], config, rounding, implementation
     )
     if settings.name != "Muon":
-        return rest
+        return adam
     muon = config.muon
     moments = getattr(torch, config.state_dtype)
-    of_matrices = {"params": list(matrices), "lr": _or(muon.lr, settings.lr)}
-    of_matrices["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
-    groups = _with_rules([of_matrices] if matrices else [], settings, names)
+    matrix_group = {"params": list(matrices), "lr": _or(muon.lr, settings.lr)}
+    matrix_group["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
+    groups = _with_rules([matrix_group] if matrices else [], settings, names)
     in_order = {p: matrices[p] for group in groups for p in group["params"]}
     fused = implementation == "fused"
     owners = _owners(in_order, config, dims)
     return Muon(
-        groups, owners, muon, rest=rest, rounding=rounding, momenta=moments, fused=fused
+        groups, owners, muon, other=adam, rounding=rounding, momenta=moments, fused=fused
     )
 
 
@@ -163,25 +169,35 @@ def check_groups(
     settings: Optimizer,
     dims: ParallelDims,
 ) -> None:
-    """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter; SharedConfigError otherwise.
+    """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter, on any rank. A collective.
 
-    It looks on all ranks: a collective.
+    Args:
+        optimizer: The optimizer.
+        model_parts: The model parts of this rank.
+        settings: Table `[optimizer]`.
+        dims: The meshes of the run.
+
+    Raises:
+        SharedConfigError: An entry has no parameter, or Muon has no matrix.
     """
     names = [name for part in model_parts for name, _ in part.named_parameters()]
     used = [settings.group_of(name) for name in names]
-    mine = [group in used for group in settings.groups]
-    found = []
-    if mine:
-        found = [any(ranks) for ranks in zip(*of_all_ranks(mine, dims["world"]), strict=True)]
+    used_here = [group in used for group in settings.groups]
+    is_used_anywhere = []
+    if used_here:
+        flags = zip(*gather_values(used_here, dims["world"]), strict=True)
+        is_used_anywhere = [any(ranks) for ranks in flags]
     if unused := [
-        group for group, is_used in zip(settings.groups, found, strict=True) if not is_used
+        group
+        for group, is_used in zip(settings.groups, is_used_anywhere, strict=True)
+        if not is_used
     ]:
         raise SharedConfigError(
-            f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not taken; names "
-            f"are such as {', '.join(map(repr, names[:3]))}"
+            f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not taken; "
+            f"examples of names: {', '.join(map(repr, names[:3]))}"
         )
     if settings.name == "Muon" and not any(
-        of_all_ranks(bool(optimizer.matrix_groups), dims["world"])
+        gather_values(bool(optimizer.matrix_groups), dims["world"])
     ):
         raise SharedConfigError(
             "optimizer.name = 'Muon' finds no matrix in this model; use optimizer.name = 'AdamW'"
@@ -193,9 +209,13 @@ def _or(value: float | None, otherwise: float) -> float:
 
 
 def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer, those that decay first.
+    """Return the groups of an optimizer; groups that decay come first.
 
     Norms, biases and embeddings (also tied) do not decay. A group has parameters of one mesh, as its kernels need.
+
+    Args:
+        whole: A module with all parameters.
+        weight_decay: Decay of the groups that decay.
     """
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
     biases = {
@@ -220,7 +240,11 @@ def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> b
     """Return whether `mask_update` works: fused kernels, and all gradients of full precision on the device of the job.
 
     Then the host launches the update before it knows the gradient norm. Gradients of half precision would be scaled by
-    a factor that is rounded to it.
+    a factor that is rounded to half precision.
+
+    Args:
+        optimizer: The optimizer.
+        device: The device of the job.
     """
     parameters = (
         parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -232,8 +256,12 @@ def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> b
 
 
 def mask_update(optimizer: torch.optim.Optimizer, not_finite: torch.Tensor) -> None:
-    """Let the next step change no weight and no state if `not_finite`, () float32 on the device, is one.
+    """Let the next step change no weight and no state if `not_finite` is one.
 
     This is the protocol of torch.amp.GradScaler with fused optimizers.
+
+    Args:
+        optimizer: The optimizer.
+        not_finite: A scalar, float32, on the device.
     """
     optimizer.found_inf = not_finite

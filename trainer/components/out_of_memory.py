@@ -12,13 +12,24 @@ from trainer.job.transforms import least_offloadable, why_no_parts
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, on a GPU or in host memory."""
+    """Return whether an allocation failed, on a GPU or in host memory.
+
+    Args:
+        error: The error.
+    """
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextmanager
 def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
-    """Add the settings that need less memory to an out-of-memory error from inside."""
+    """Add the settings that need less memory to an out-of-memory error from inside.
+
+    Args:
+        job: The resolved job.
+
+    Yields:
+        None.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -27,12 +38,16 @@ def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
         settings = "\n  ".join(memory_savers(job))
         reason = str(error).splitlines()[0]
         raise torch.OutOfMemoryError(
-            f"{reason}\nWhat needs less memory, the cheapest first:\n  {settings}"
+            f"{reason}\nSettings that need less memory, the cheapest first:\n  {settings}"
         ) from error
 
 
 def memory_savers(job: ResolvedJob) -> list[str]:
-    """Return settings that are not at their limit yet, the cheapest first, each as `key = value: what it does`."""
+    """Return settings that are not at their limit yet, the cheapest first, each as `key = value: effect`.
+
+    Args:
+        job: The resolved job.
+    """
     return [
         *_savers_on_these_ranks(job),
         *_activation_savers(job),
@@ -72,7 +87,7 @@ def _savers_on_these_ranks(job: ResolvedJob) -> list[str]:
             degrees.tp > 1 and parallelism.disable_loss_parallel,
             "parallelism.disable_loss_parallel = false: logits stay cut over the vocabulary",
         ),
-        (chunks, "training.loss_chunk_tokens = 2048: the logits of so many tokens at a time"),
+        (chunks, "training.loss_chunk_tokens = 2048: the logits of 2048 tokens at a time"),
         (
             replicas > 1,
             f"parallelism.data_parallel_shard_degree = {degrees.dp_shard * replicas} with "
@@ -83,7 +98,7 @@ def _savers_on_these_ranks(job: ResolvedJob) -> list[str]:
 
 
 def _smaller_batch(job: ResolvedJob) -> str:
-    """Return the setting by which the step has more micro-batches."""
+    """Return the setting that gives the step more micro-batches."""
     training = job.config.training
     size = training.local_batch_size
     # a divisor keeps the sequences of a step
@@ -91,11 +106,11 @@ def _smaller_batch(job: ResolvedJob) -> str:
     total = ""
     if training.global_batch_size == -1:
         total = f" with training.global_batch_size = {size * job.degrees.dp}"
-    return f"training.local_batch_size = {fewer}{total}: the same step in more micro-batches"
+    return f"training.local_batch_size = {fewer}{total}: the same step in on_more_ranks micro-batches"
 
 
 def _savers_of_last_resort(job: ResolvedJob) -> list[str]:
-    """Return settings that cost much time, change the step or need more ranks, see `memory_savers`."""
+    """Return settings that cost much time, change the step or need on_more_ranks ranks, see `memory_savers`."""
     training = job.config.training
     degrees = job.degrees
     shards = degrees.dp_shard
@@ -113,13 +128,13 @@ def _savers_of_last_resort(job: ResolvedJob) -> list[str]:
         savers.append(
             f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter sequences"
         )
-    more = f"on {degrees.world_size * 2} ranks"
+    on_more_ranks = f"on {degrees.world_size * 2} ranks"
     savers.append(
-        f"parallelism.data_parallel_shard_degree = {shards * 2} {more}: half the parameters on each"
+        f"parallelism.data_parallel_shard_degree = {shards * 2} {on_more_ranks}: half the parameters on each"
     )
     if training.seq_len >= 2 * pieces:
         savers.append(
-            f"parallelism.context_parallel_degree = {degrees.cp * 2} {more}: half the activations on each"
+            f"parallelism.context_parallel_degree = {degrees.cp * 2} {on_more_ranks}: half the activations on each"
         )
     return savers
 
@@ -134,11 +149,11 @@ def _activation_savers(job: ResolvedJob) -> list[str]:
     savers = []
     if activations.mode == "none" and not splits_backward:
         savers.append(
-            'activation_checkpoint.mode = "selective": keep only what is expensive to compute'
+            'activation_checkpoint.mode = "selective": keep only the outputs that are expensive to compute'
         )
     if activations.mode != "full" and not splits_backward:
         savers.append(
-            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs'
+            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third on_more_ranks FLOPs'
         )
     if activations.mode != "none" and job.task.name == "tokens":
         stages = layers_of_stages(job.pipeline, job.model)
@@ -151,6 +166,6 @@ def _activation_savers(job: ResolvedJob) -> list[str]:
             and why_no_parts(job.config, job.compilation) is None
         ):
             savers.append(
-                "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on so many tokens at a time"
+                "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on 8192 tokens at a time"
             )
     return savers

@@ -15,7 +15,11 @@ from trainer.transforms.float8 import check_float8_machine
 
 
 def prepare_process(training: Training) -> None:
-    """Seed PyTorch, set determinism, and ignore a warning that does not apply."""
+    """Seed PyTorch, set determinism, and ignore a warning that does not apply.
+
+    Args:
+        training: Table `[training]`.
+    """
     torch.manual_seed(training.seed)
     set_determinism(training.deterministic)
     # The sequence-parallel embedding returns a view, and nothing changes it in place.
@@ -25,8 +29,13 @@ def prepare_process(training: Training) -> None:
 def prepare_machine(job: ResolvedJob, dims: ParallelDims, device: torch.device) -> None:
     """Check that this machine can run the job; the first rank saves the configuration.
 
+    Args:
+        job: The resolved job.
+        dims: The meshes of the run.
+        device: The device of this rank.
+
     Raises:
-        ConfigError: the machine lacks something, or the configuration cannot be saved.
+        ConfigError: The machine lacks something, or the configuration cannot be saved.
     """
     check_compiler(job.compilation, device)
     check_float8_machine(

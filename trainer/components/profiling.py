@@ -22,7 +22,15 @@ _MAX_ALLOCATIONS = 100_000
 
 
 def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
-    """Check that memory snapshots have something to record; ConfigError if the device is no GPU."""
+    """Check that memory snapshots have something to record.
+
+    Args:
+        settings: Table `[profiling]`.
+        device: The device of this rank.
+
+    Raises:
+        ConfigError: The device is no GPU.
+    """
     if settings.enable_memory_snapshot and device.type != "cuda":
         raise ConfigError(
             f"profiling.enable_memory_snapshot = true records the allocations on a GPU, and this run is on the "
@@ -34,7 +42,17 @@ def check_memory_snapshot(settings: Profiling, device: torch.device) -> None:
 def profiling(
     settings: Profiling, dump_folder: Path, rank: int, device: torch.device
 ) -> Iterator[list[Callable[[int], None]]]:
-    """Profile the steps inside, as table `[profiling]` says; yield what is to be called with each step that is over."""
+    """Profile the steps inside, as table `[profiling]` says.
+
+    Args:
+        settings: Table `[profiling]`.
+        dump_folder: Traces are written below it.
+        rank: Number of this rank.
+        device: The device of this rank.
+
+    Yields:
+        Functions to call with the number of each finished step.
+    """
     with ExitStack() as stack:
         writers = []
         if settings.enable_profiling:
@@ -48,7 +66,10 @@ def profiling(
 def _traces(
     settings: Profiling, dump_folder: Path, rank: int, device: torch.device
 ) -> Iterator[Callable[[int], None]]:
-    """Write Chrome traces of `profiler_active` steps, of which the last is step freq, 2 freq, ... since the start."""
+    """Write Chrome traces of `profiler_active` steps.
+
+    The last step of a trace is step freq, 2 freq, ... since the start.
+    """
     last_step = 0
     warmup = settings.profiler_warmup
     active = settings.profiler_active
@@ -74,7 +95,7 @@ def _traces(
         on_trace_ready=write,
         record_shapes=True,
     )
-    # as wanted
+    # the profiler is meant to clear its events
     warnings.filterwarnings(
         "ignore", message=".*Profiler clears events at the end of each cycle"
     )

@@ -1,10 +1,10 @@
 """QK-clip: no attention logit stays above a bound (Kimi K2, arXiv 2507.20534).
 
-After each update, a head of which some query had a log-sum-exp S of its logits above `largest` in the step has its
-queries and keys scaled so that each logit times largest / S is the new one. S is what kernels keep for the backward: it
-is the largest logit or more, by the logarithm of the number of keys at most.
+S is the largest log-sum-exp of the logits of a head's queries in a step. If S is above `largest`, the head's queries
+and keys are scaled after the update so that each logit is multiplied by largest / S. Kernels keep S for the backward:
+it is the largest logit or more, by the logarithm of the number of keys at most.
 
-    attention           keys x sqrt(f), f of the head of the group with the least one; queries x what is left of f
+    attention           keys x sqrt(f), f: least factor of the heads of a group; queries x the remaining part of f
     latent attention    keys and queries that are not rotated x sqrt(f), rotated queries x f: a head's own parts
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from longshard.sharding.exchange import all_reduce
-from longshard.sharding.tensors import local_part
+from longshard.sharding.tensors import local_part, wide_type
 from trainer.models.attention import Attention
 from trainer.models.latent_attention import LatentAttention
 from trainer.observer import Observer, Positions
@@ -23,9 +23,16 @@ from trainer.parallel.parallel_dims import ParallelDims
 
 
 class QKClip(Observer):
-    """Scales the heads of these model parts after each step of the optimizer, by what `see` was told in it.
+    """Scales the heads of these model parts after each step of the optimizer, by the log-sum-exps that `see` got in it.
 
-    Heads of a tensor-parallel rank are its own; all other ranks see other tokens of the same heads.
+    The heads of a tensor-parallel rank are on no other tensor-parallel rank; all other ranks see other tokens of the
+    same heads.
+
+    Args:
+        model_parts: The model parts of this rank.
+        optimizer: The optimizer, which gets a hook.
+        dims: The meshes of the run.
+        largest: Bound of the logits.
     """
 
     def __init__(
@@ -35,7 +42,8 @@ class QKClip(Observer):
         dims: ParallelDims,
         largest: float,
     ) -> None:
-        self._dims, self._largest = dims, largest
+        self._dims = dims
+        self._largest = largest
         layers = [item for part in model_parts for item in part.layers.items()]
         kinds = Attention, LatentAttention
         self._layers = {
@@ -46,37 +54,43 @@ class QKClip(Observer):
         heads //= dims.size("tp")
         self._seen = dims.zeros(len(self._layers), heads).fill_(-torch.inf)
         self._rows: dict[nn.Parameter, torch.Tensor] = {}
-        """Of each parameter the rows that this rank has, counted within its tensor-parallel rank; found once."""
-        # what was seen in the last step, and its factors
-        self._of_step = torch.stack([self._seen, self._seen])
+        """This rank's rows of each parameter, counted within its tensor-parallel rank; computed once."""
+        # largest S of each head in the last step, and the factors
+        self._last_step = torch.stack([self._seen, self._seen])
         optimizer.register_step_post_hook(
             lambda *_: self._clip(getattr(optimizer, "found_inf", None))
         )
 
     def start_step(self) -> None:
+        """Forget the log-sum-exps of the last step."""
         self._seen.fill_(-torch.inf)
 
     def see(self, layer: int, lse: torch.Tensor) -> None:
-        """Take the log-sum-exp of the logits of some queries of a layer, (B, H, S)."""
+        """Take the log-sum-exp of the logits of some queries of a layer.
+
+        Args:
+            layer: Number of the layer.
+            lse: (B, H, S).
+        """
         if lse.numel() and layer in self._places:
             place = self._seen[self._places[layer]]
             torch.maximum(place, lse.amax((0, 2)).to(place.dtype), out=place)
 
     @torch.no_grad()
     def _clip(self, left_out: torch.Tensor | None) -> None:
-        """Scale the heads; a collective. left_out: one where the step has changed no weight."""
+        """Scale the heads; a collective. left_out: one if the step has changed no weight."""
         seen = all_reduce(self._seen.clone(), self._dims["dp_cp"], "max")
-        clips = seen > self._largest  # not what is no number
+        clips = seen > self._largest  # False for NaN
         if left_out is not None:
             clips = clips & (left_out == 0)
         factors = torch.where(clips, self._largest / seen, 1)
-        self._of_step = torch.stack([seen, factors])
-        for attention, of_heads in zip(self._layers.values(), factors, strict=True):
-            for parameter, rows in _row_factors(attention, of_heads):
+        self._last_step = torch.stack([seen, factors])
+        for attention, head_factors in zip(self._layers.values(), factors, strict=True):
+            for parameter, rows in _row_factors(attention, head_factors):
                 self._scale(parameter, rows)
 
     def _scale(self, parameter: nn.Parameter, factors: torch.Tensor) -> None:
-        """Multiply the rows that this rank has. factors: of all rows of its tensor-parallel rank."""
+        """Multiply the rows that this rank has. factors: factors of all rows of its tensor-parallel rank."""
         if parameter not in self._rows:
             rows = torch.cat(
                 [torch.arange(*part) for part in rows_here(parameter)] or [torch.arange(0)]
@@ -86,11 +100,15 @@ class QKClip(Observer):
             )
         local = local_part(parameter)
         own = factors[self._rows[parameter]].view(-1, *[1] * (local.ndim - 1))
-        local.mul_(own.to(local.device, torch.promote_types(local.dtype, torch.float32)))
+        local.mul_(own.to(local.device, wide_type(local.dtype)))
 
     def record(self, positions: Positions) -> dict[str, float]:
-        """Return the largest S of the last step, and the number of heads that were clipped. A collective."""
-        seen, factors = self._of_step
+        """Return the largest S of the last step, and the number of clipped heads. A collective.
+
+        Args:
+            positions: Positions of the data streams; not used.
+        """
+        seen, factors = self._last_step
         dims = self._dims
         largest = all_reduce(
             torch.cat([seen.flatten(), seen.new_tensor([-torch.inf])]).amax(),
@@ -105,9 +123,9 @@ class QKClip(Observer):
 def _row_factors(
     attention: nn.Module, factors: torch.Tensor
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Return the factor of each row that a tensor-parallel rank has of the parameters that make queries and keys.
+    """Return the parameters that make queries and keys, with the factor of each row of this tensor-parallel rank.
 
-    factors: of its heads' logits.
+    factors: factors of the logits of its heads.
     """
     if isinstance(attention, LatentAttention):
         latent = attention.args.latent
@@ -118,15 +136,15 @@ def _row_factors(
     queries = attention.wq
     keys = attention.wk
     groups = factors.unflatten(0, (-1, attention.args.n_heads // attention.args.n_kv_heads))
-    of_keys = groups.amin(1).sqrt()
-    of_queries = [(attention.head_dim, (groups / of_keys[:, None]).flatten())]
-    of_queries += (
+    key_factors = groups.amin(1).sqrt()
+    query_parts = [(attention.head_dim, (groups / key_factors[:, None]).flatten())]
+    query_parts += (
         [(attention.head_dim, torch.ones_like(factors))] if attention.args.gate else []
     )
-    rows = {queries: _rows(*of_queries), keys: _rows((attention.head_dim, of_keys))}
+    rows = {queries: _rows(*query_parts), keys: _rows((attention.head_dim, key_factors))}
     return [
-        (p, of_rows)
-        for module, of_rows in rows.items()
+        (p, row_factors)
+        for module, row_factors in rows.items()
         for p in (module.weight, module.bias)
         if p is not None
     ]

@@ -3,12 +3,12 @@
 The random bits of an element are a hash of a key and of its index in the whole parameter. They do not depend on how
 ranks shard the parameter, replicas round alike, and a resumed run has the bits of a run that was not interrupted.
 
-`RoundedAdam` is Adam and AdamW for weights or moments that are stored in another data type than that of the update. The
+`RoundedAdam` is Adam and AdamW for weights or moments whose stored dtype differs from the dtype of the update. The
 update runs in float32 (float64 for float64 weights), by PyTorch's kernels, over a piece of elements at a time:
 
     weights, moments (n,) bfloat16 -> float32 -> adam -> float32 -> rounded -> (n,) bfloat16
 
-What is not stored in bfloat16 is updated in place, or rounded to nearest.
+Values of other stored dtypes are updated in place, or rounded to nearest.
 """
 
 import math
@@ -21,20 +21,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from longshard.sharding.random_bits import parameter_seed, random_bits
-from longshard.sharding.tensors import local_part
+from longshard.sharding.tensors import local_part, wide_type
 
 _STEP = 0x2545F4914F6CDD1D  # odd, so that steps have different keys
-# which the caches of a CPU hold
 PIECE = 2**22
-PIECE_ON_CPU = 2**18
+PIECE_ON_CPU = 2**18  # the caches of a CPU hold this many
 """Elements that are copied at once; copies and random bits take at most 60 bytes each."""
 
 
 def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Return x in bfloat16: one of its two neighbours, the nearer one with the higher probability.
 
-    x: (n,) float32 or float64; bits: (n,) int64, of which the lowest 16 are used. Values of bfloat16, infinities and
-    NaN stay.
+    Values of bfloat16, infinities and NaN stay.
+
+    Args:
+        x: (n,), float32 or float64.
+        bits: (n,), int64; the lowest 16 bits are used.
     """
     x = x.float()
     sums = (
@@ -44,15 +46,18 @@ def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
 
 
 def global_indices(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Return where elements of this rank's shard are in the whole parameter, flattened: (stop - start,) int64.
+    """Return the indices of elements of this rank's shard in the whole flattened parameter: (stop - start,), int64.
 
-    start, stop: range of elements of the flattened shard.
+    Args:
+        parameter: Any shape, a DTensor if it is sharded.
+        start: First element of the flattened shard.
+        stop: End of the range of elements.
     """
     if not isinstance(parameter, DTensor):
         return torch.arange(start, stop, device=parameter.device)
     local = parameter.to_local()
     shape = parameter.shape
-    # what checkpoints read: one block of the whole tensor
+    # the block of the whole tensor that checkpoints read
     (chunk,) = parameter.__create_chunk_list__()
     position = torch.arange(start, stop, device=local.device)
     if local.shape[1:] == shape[1:]:  # whole rows
@@ -71,7 +76,10 @@ def global_indices(parameter: torch.Tensor, start: int, stop: int) -> torch.Tens
 class Rounding:
     """How an optimizer stores values in bfloat16.
 
-    names: of the parameters in the model; stochastic: else values are rounded to nearest.
+    Args:
+        names: Names of the parameters in the model.
+        seed: Seed of the job.
+        stochastic: Round stochastically, otherwise to nearest.
     """
 
     def __init__(
@@ -86,7 +94,14 @@ class Rounding:
     def bits(
         self, parameter: nn.Parameter, step: torch.Tensor, start: int, stop: int
     ) -> torch.Tensor | None:
-        """Return the bits of elements of the flattened shard in a step: (stop - start,) int64; None: to nearest."""
+        """Return the bits of elements of the flattened shard in a step, (stop - start,), int64. None: round to nearest.
+
+        Args:
+            parameter: The parameter.
+            step: Number of the step, a scalar.
+            start: First element of the flattened shard.
+            stop: End of the range of elements.
+        """
         if parameter not in self._keys:
             return None
         return random_bits(
@@ -95,7 +110,13 @@ class Rounding:
 
 
 def store(stored: torch.Tensor, value: torch.Tensor, bits: torch.Tensor | None) -> None:
-    """Round `value`, (n,), into `stored`, by `bits` if it is of bfloat16; None: to nearest."""
+    """Round `value` into `stored`.
+
+    Args:
+        stored: (n,), changed in place.
+        value: (n,).
+        bits: (n,), used if `stored` is bfloat16. None: round to nearest.
+    """
     if value is not stored:
         rounds = bits is not None and stored.dtype == torch.bfloat16
         stored.copy_(round_stochastically(value, bits) if rounds else value)
@@ -104,7 +125,13 @@ def store(stored: torch.Tensor, value: torch.Tensor, bits: torch.Tensor | None) 
 def initial_state(
     parameter: nn.Parameter, *, dtype: torch.dtype | None, fused: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the state of a parameter that was never updated. dtype: of the moments; None: the parameter's."""
+    """Return the state of a parameter that was never updated.
+
+    Args:
+        parameter: The parameter.
+        dtype: Dtype of the moments. None: the parameter's dtype.
+        fused: Whether the optimizer has fused kernels.
+    """
     return {
         "step": torch.zeros(
             (), dtype=torch.float32, device=parameter.device if fused else "cpu"
@@ -115,14 +142,21 @@ def initial_state(
 
 
 class RoundedAdam(torch.optim.Adam):
-    """See the module. `mask_update` works as with PyTorch's own: a value of bfloat16 is rounded to itself."""
+    """Adam and AdamW with rounding, see the module. `mask_update` works, because a bfloat16 value is rounded to itself.
+
+    Args:
+        groups: Groups of parameters.
+        rounding: How values are stored in bfloat16.
+        moments: Dtype of both moments.
+        **how: Arguments of `torch.optim.Adam`.
+    """
 
     def __init__(
         self, groups: list[dict[str, Any]], rounding: Rounding, moments: torch.dtype, **how: Any
     ) -> None:
-        """moments: data type of both; how: arguments of `torch.optim.Adam`."""
         super().__init__(groups, **how)
-        self.state_dtype, self._rounding = moments, rounding
+        self.state_dtype = moments
+        self._rounding = rounding
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy of this optimizer shares with it."""
@@ -133,7 +167,11 @@ class RoundedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient."""
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Not used.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -150,7 +188,7 @@ class RoundedAdam(torch.optim.Adam):
         stored = [
             local_part(x).view(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])
         ]
-        wide = torch.promote_types(parameter.dtype, torch.float32)
+        wide = wide_type(parameter.dtype)
         size = len(gradient)
         before = state["step"].clone()
         piece = PIECE_ON_CPU if gradient.device.type == "cpu" else PIECE

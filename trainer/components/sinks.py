@@ -1,6 +1,6 @@
-"""Where metrics are written: a JSON file, TensorBoard, Weights & Biases. One of each a run, on rank 0.
+"""Where metrics are written: a JSON file, TensorBoard, Weights & Biases. A run has one of each, on rank 0.
 
-Each has `write`, which takes the metrics of a step by name, and `close`.
+Each class has `write`, which takes the metrics of a step by name, and `close`.
 """
 
 import json
@@ -26,13 +26,17 @@ _RETRY_SECONDS = 60.0
 
 
 class JsonLines:
-    """Writes one JSON object a logged step.
+    """Writes one JSON object per logged step.
 
-    A run that resumes after `start_step` continues the file, without the later steps. Any other run keeps an earlier
-    file under the time of its last line.
+    A run that resumes after `start_step` continues the file, without the later steps. Any other run renames an earlier
+    file to the time of its last line.
+
+    Args:
+        path: The file.
+        start_step: The last step of the earlier run; 0 for a new run.
 
     Raises:
-        ConfigError: the file cannot be written, such as on a full disk.
+        ConfigError: The file cannot be written, for example on a full disk.
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
@@ -44,10 +48,16 @@ class JsonLines:
                 path.rename(path.with_name(f"{path.stem}.{last}.jsonl"))
             self._path = path
             self._file = path.open("ab", buffering=0)
-        self._pending, self._lost, self._full = b"", 0, False
+        self._pending = b""
+        self._lost = 0
+        self._full = False
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
-        """Write a line. Lines for which the disk has no room wait, up to 16 MiB, and are written with a later one."""
+        """Write a line. If the disk is full, lines wait, up to 16 MiB, and are written with a later line.
+
+        Args:
+            metrics: The values, by name.
+        """
         if len(self._pending) < _MOST_PENDING_BYTES:
             self._pending += json.dumps(metrics).encode() + b"\n"
         else:
@@ -55,6 +65,7 @@ class JsonLines:
         self._write_pending()
 
     def close(self) -> None:
+        """Write the waiting lines and close the file."""
         self._write_pending()
         self._file.close()
         if missing := self._pending.count(b"\n") + self._lost:
@@ -63,7 +74,7 @@ class JsonLines:
             )
 
     def _write_pending(self) -> None:
-        """Write what waits; the first time that the disk is full, warn."""
+        """Write the waiting lines; warn when the disk becomes full."""
         try:
             while self._pending:
                 self._pending = self._pending[self._file.write(self._pending) :]
@@ -85,7 +96,8 @@ class JsonLines:
             logger.info(
                 f"there is room again: the lines of {self._path} that waited are written{lost}"
             )
-        self._full, self._lost = False, 0
+        self._full = False
+        self._lost = 0
 
 
 def _keep_up_to(path: Path, step: int) -> None:
@@ -108,9 +120,13 @@ def _keep_up_to(path: Path, step: int) -> None:
 
 
 class TensorBoard:
-    """Writes one scalar a metric to a folder per run; a run that resumes after `start_step` shares the folder.
+    """Writes one scalar per metric to a folder per run. A run that resumes after `start_step` shares the folder.
 
     On a full disk a run goes on: one warning, and a new file of events when there is room again.
+
+    Args:
+        folder: The folder of all runs.
+        start_step: The last step of the earlier run; 0 for a new run.
     """
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
@@ -122,12 +138,18 @@ class TensorBoard:
         self._run = (
             earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
         )
-        self._lost, self._next_try = 0, 0.0
+        self._lost = 0
+        self._next_try = 0.0
         with writing_to(folder):
             # Repeated steps replace the same steps of the interrupted run.
             self._writer = self._open(purge_step=start_step + 1 if start_step else None)
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
+        """Write the numbers of a step. On a full disk, skip steps for a minute.
+
+        Args:
+            metrics: The values, by name; `step` is the step.
+        """
         if self._writer is None and time.monotonic() < self._next_try:
             self._lost += 1
             return
@@ -147,6 +169,7 @@ class TensorBoard:
             self._lost = 0
 
     def close(self) -> None:
+        """Write the waiting events and close the file."""
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -172,8 +195,12 @@ class TensorBoard:
 class WeightsAndBiases:
     """Sends metrics to Weights & Biases, or with WANDB_MODE=offline writes them to a folder for `wandb sync`.
 
-    Project, entity and mode are those of its own variables (WANDB_PROJECT, ...). A run that resumes after `start_step`
-    continues the run of its dump folder.
+    Its own variables (WANDB_PROJECT, ...) set project, entity and mode. A run that resumes after `start_step` continues
+    the run of its dump folder.
+
+    Args:
+        config: The configuration.
+        start_step: The last step of the earlier run; 0 for a new run.
     """
 
     def __init__(self, config: JobConfig, start_step: int) -> None:
@@ -199,6 +226,11 @@ class WeightsAndBiases:
         logger.info(f"Weights & Biases: {offline if self._run.offline else self._run.url}")
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
+        """Send the numbers of a step.
+
+        Args:
+            metrics: The values, by name; `step` is the step.
+        """
         known = {
             name: value
             for name, value in metrics.items()
@@ -207,4 +239,5 @@ class WeightsAndBiases:
         self._run.log(known, step=int(metrics["step"]))
 
     def close(self) -> None:
+        """Finish the run."""
         self._run.finish()

@@ -1,4 +1,4 @@
-"""What is known of a step: its metrics, what they are computed from, and the loss on validation data."""
+"""The values of a step: its metrics, the values that they are computed from, and the loss on validation data."""
 
 import math
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class StepMetrics:
     tflops: float
     """Model TFLOP/s per device, full attention counted."""
     mfu: float | None
-    """Share (0 to 1) of the device's bfloat16 peak with full attention counted; None where no peak is known."""
+    """Share (0 to 1) of the device's bfloat16 peak with full attention counted; None if the peak is not known."""
     mfu_causal: float | None
     """The same, with only the visible part of attention counted."""
     memory_gib: float
@@ -44,10 +44,15 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What the metrics of a step need and the next step changes.
+    """Values that the metrics of a step need and that the next step changes.
 
-    sequence_losses: see `MetricsLogger.log`; positions: of the data streams; waited: seconds for data since the last
-    logged step; end: of the step; None: when it is logged.
+    Attributes:
+        sequence_losses: Mean loss of each sequence, (B,), see `MetricsLogger.log`.
+        lr: The learning rate.
+        epoch: Passes over the data.
+        positions: Positions of the data streams.
+        waited: Seconds that this rank waited for data since the last logged step.
+        end: The end of the step. None: the step ends when it is logged.
     """
 
     sequence_losses: torch.Tensor
@@ -59,13 +64,23 @@ class StepRecord:
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss); inf where that is too large for a float."""
+    """Return exp(loss), or inf if it is too large for a float.
+
+    Args:
+        loss: Mean cross entropy.
+    """
     return math.exp(loss) if loss < 700 else math.inf
 
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """loss: mean cross entropy of the tokens that have a label; tokens: how many these are; seconds: of the run."""
+    """The result of a validation.
+
+    Attributes:
+        loss: Mean cross entropy of the tokens that have a label.
+        tokens: Number of these tokens.
+        seconds: Time of the validation.
+    """
 
     loss: float
     tokens: int

@@ -1,15 +1,15 @@
 """The few numbers of a step that the host reads: loss, gradient norm, votes. One reduction, one reading.
 
-By them the run stops, leaves out the update, or warns of a spike.
+From them the run decides to stop, to skip the update, or to warn of a spike.
 
 The numbers are read during the next step, so that the host never waits before it launches the next forward:
 
     host    launch N | launch forward, backward N+1 | read N | launch norm, update N+1 | ...
     device           | norm, update N               | forward, backward N+1            | ...
 
-The device leaves out an update that is not finite by itself (`mask_update`). The host reads step N before it launches
-the update of step N + 1, so no update follows a step that ends the run. A step that something depends on is read at
-once: then the outcome is known before a checkpoint, a validation, or the end.
+The device skips an update that is not finite by itself (`mask_update`). The host reads step N before it launches the
+update of step N + 1, so no update follows a step that ends the run. If something depends on a step, the step is read
+at once: the outcome must be known before a checkpoint, a validation, or the end.
 """
 
 import math
@@ -30,15 +30,19 @@ SPIKE_STEPS = 100
 SPIKE_LEAST = 20
 SPIKE_DEVIATIONS = 6.0
 SPIKE_SHARE = 0.05
-"""A loss is a spike if it is above the mean of the last steps, by deviations and by a share of the mean; after at least
-so many steps."""
+"""A loss is a spike if it is above the mean of the last SPIKE_STEPS steps by SPIKE_DEVIATIONS standard deviations and
+by SPIKE_SHARE of the mean. At least SPIKE_LEAST steps are needed."""
 
 
 class StepTotals:
-    """Sums over all ranks. They are sent to the host from the start, while the device continues; `read` waits for them.
+    """Sums over all ranks. The copy to the host starts at once, while the device continues; `read` waits for it.
 
-    loss, squares: this rank's parts of the loss and of the squared gradient norm, () on the device of the job; ranks of
-    one tensor-parallel group have the same part of the loss. votes: see `Stop.votes` and `Checkpointer.vote`.
+    Args:
+        loss: This rank's part of the loss, a scalar on the device of the job. Ranks of one tensor-parallel group have
+            the same part.
+        squares: This rank's part of the squared gradient norm, a scalar on the device.
+        votes: See `Stop.votes` and `Checkpointer.vote`.
+        dims: The meshes of the run.
     """
 
     def __init__(
@@ -48,9 +52,9 @@ class StepTotals:
         votes: Sequence[float],
         dims: ParallelDims,
     ) -> None:
-        mine = torch.stack([loss.double() / dims.size("tp"), squares])
-        device_votes = to_device(torch.tensor(votes, dtype=torch.float64), mine.device)
-        self._sums = all_reduce(torch.cat([mine, device_votes]), dims["world"])
+        local_sums = torch.stack([loss.double() / dims.size("tp"), squares])
+        device_votes = to_device(torch.tensor(votes, dtype=torch.float64), local_sums.device)
+        self._sums = all_reduce(torch.cat([local_sums, device_votes]), dims["world"])
         self._host = self._sums
         self._arrived = None
         if self._sums.is_cuda:
@@ -60,16 +64,16 @@ class StepTotals:
 
     @property
     def norm(self) -> torch.Tensor:
-        """The gradient norm, () float64 on the device."""
+        """The gradient norm, a scalar, float64, on the device."""
         return self._sums[1].sqrt()
 
     @property
     def not_finite(self) -> torch.Tensor:
-        """One if the loss or the gradient norm is not finite, else zero: () float32 on the device."""
+        """One if the loss or the gradient norm is not finite, else zero: a scalar, float32, on the device."""
         return 1 - self._sums[:2].isfinite().all().float()
 
     def read(self) -> tuple[float, float, list[float]]:
-        """Return loss, gradient norm and votes: all that the host waits for in a step."""
+        """Return loss, gradient norm and votes: the only numbers that the host waits for in a step."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, squares, *votes = self._host.tolist()
@@ -77,11 +81,15 @@ class StepTotals:
 
 
 class TrainingError(RuntimeError):
-    """The run cannot continue. The message says why, so that no trace is needed."""
+    """The run cannot continue. The message says why, so no traceback is needed."""
 
 
 class StepGuard(Observer):
-    """Judges each step by its loss and gradient norm, which are sums over all ranks: all ranks decide alike."""
+    """Judges each step by its loss and gradient norm. Both are sums over all ranks, so all ranks decide alike.
+
+    Args:
+        training: Table `[training]`.
+    """
 
     def __init__(self, training: Training) -> None:
         self._skips = training.on_nonfinite == "skip"
@@ -93,18 +101,23 @@ class StepGuard(Observer):
         self._losses: deque[float] = deque(maxlen=SPIKE_STEPS)
 
     def should_skip(self, step: int, loss: float, norm: float) -> bool:
-        """Return whether this step has no update, and warn if so, or of a spike.
+        """Return whether this step has no update, and warn if so. Warn also of a spike of the loss.
+
+        Args:
+            step: Number of the step.
+            loss: Loss of the step.
+            norm: Gradient norm of the step.
 
         Raises:
-            TrainingError: the loss or the norm is not finite, and no more steps may be skipped.
+            TrainingError: The loss or the norm is not finite, and no more steps may be skipped.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0
             self._warn_of_a_spike(step, loss)
             return False
-        weights = f"the weights are those of step {step - 1 - self._in_a_row}"
+        weights = f"the weights are from step {step - 1 - self._in_a_row}"
         weights = "parts of its update are done" if self._updates_early else weights
-        found = f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; {weights}"
+        observed = f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; {weights}"
         if self._in_a_row == self._most:
             skipped = (
                 f"training.max_skipped_steps = {self._most} steps before it were skipped; "
@@ -112,17 +125,21 @@ class StepGuard(Observer):
                 else ""
             )
             raise TrainingError(
-                f"{found}; {skipped}a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
+                f"{observed}; {skipped}a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
             )
         self._in_a_row += 1
         self.skipped += 1
         logger.warning(
-            f"{found}; this step is skipped, {self._in_a_row} in a row of at most {self._most}"
+            f"{observed}; this step is skipped, {self._in_a_row} in a row of at most {self._most}"
         )
         return True
 
     def record(self, positions: Positions) -> dict[str, int]:
-        """Return the number of skipped steps, where steps may be skipped."""
+        """Return the number of skipped steps, if steps may be skipped.
+
+        Args:
+            positions: Positions of the data streams; not used.
+        """
         return {"skipped_steps": self.skipped} if self._skips else {}
 
     def _warn_of_a_spike(self, step: int, loss: float) -> None:

@@ -11,7 +11,7 @@ Shapes = dict[str, tuple[int, int]]
 class Mixer(Protocol):
     """One kind of mixer: its sizes, and what follows from them.
 
-    A module of trainer/models computes it: `MIXERS` of trainer/models/decoder.py.
+    A module of trainer/models computes it: `MIXERS` of trainer/models/block.py.
     """
 
     is_recurrent: ClassVar[bool]

@@ -1,4 +1,4 @@
-"""Grouped-query attention, whose inner part context parallelism replaces."""
+"""Grouped-query attention. Context parallelism replaces its inner part."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,10 @@ _GPU = "cuda"
 
 @torch.compiler.assume_constant_result
 def _gpu_backends(head_dim: int) -> list[SDPBackend]:
-    """Return PyTorch's attention back ends on GPUs, the fastest first; the first one that can do a call computes it."""
+    """Return PyTorch's attention back ends on GPUs, the fastest first.
+
+    The first one that supports a call computes it.
+    """
     if newer_flash(head_dim):
         return [_FLASH, _CUDNN, *_OTHERS]
     return [_CUDNN, *_OTHERS] if head_dim in FLASH2_BROKEN else [_CUDNN, _FLASH, *_OTHERS]
@@ -52,14 +55,23 @@ class InnerAttention(Cached):
     """Causal scaled dot product attention. `ContextParallelAttention` replaces it by planned attention.
 
     Sliding windows, sinks and soft-caps of scores exist in planned attention only.
+
+    Args:
+        sliding_window: Number of tokens that a query sees, itself included. None without a window.
+        softcap: Bound of the scores. None without a bound.
     """
 
     def __init__(self, sliding_window: int | None = None, softcap: float | None = None) -> None:
         super().__init__()
-        self.sliding_window, self.softcap = sliding_window, softcap
+        self.sliding_window = sliding_window
+        self.softcap = softcap
 
     def planned(self, options: ContextParallelOptions) -> ContextParallelAttention:
-        """Return the style that replaces it by planned attention with the same window and soft-cap."""
+        """Return the style that replaces this module by planned attention with the same window and soft-cap.
+
+        Args:
+            options: Has `keep_exchanged`.
+        """
         return ContextParallelAttention(
             sliding_window=self.sliding_window,
             softcap=self.softcap,
@@ -77,23 +89,33 @@ class InnerAttention(Cached):
         plan: torch.Tensor | None = None,
         up: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """q: (B, H, S, D); k, v: (B, K, S, D), K divides H; sinks: (H,) -> (B, H, S, D). It does not use the plan.
+        """Attend to the keys of the same sequence.
 
-        up: (H, N + V, R), with which k is a latent (B, 1, S, R + P), D = N + P, and the output is (B, H, S, V).
+        Args:
+            q: (B, H, S, D).
+            k: (B, K, S, D), K divides H. With `up` a latent, (B, 1, S, R + P), D = N + P.
+            v: (B, K, S, D). Not used with `up`.
+            scale: Factor of the scores; by default 1 / sqrt(D).
+            sinks: (H,). They need planned attention.
+            plan: Not used.
+            up: (H, N + V, R): computes keys and values from the latent.
+
+        Returns:
+            (B, H, S, D); with `up` (B, H, S, V).
 
         Raises:
-            RuntimeError: a sliding window, sinks or a soft-cap, without a plan.
+            RuntimeError: A sliding window, sinks or a soft-cap, without a plan.
         """
         if sinks is not None or self.sliding_window is not None or self.softcap is not None:
             raise RuntimeError(
-                "a sliding window, attention sinks and a soft-cap need planned attention; apply "
+                "a sliding window, attention sinks and a soft-cap need planned attention. Apply "
                 "`ContextParallelAttention` to this module, on a mesh of one rank if need be, and run the model inside "
                 "`context_parallel(...)`"
             )
         if up is None:
             return _causal(q, k, v, scale)
         k, v = expanded(k, up, q.shape[3])
-        # the fastest kernels take one size of heads
+        # the fastest kernels need the same head size for keys and values
         filled = F.pad(v, (0, q.shape[3] - v.shape[3]))
         return _causal(q, k, filled, scale)[..., : v.shape[3]]
 
@@ -105,7 +127,7 @@ def _causal(
     if q.device.type != _GPU:
         return F.scaled_dot_product_attention(q, k, v, **options)
     batch, heads, rows, head_dim = q.shape
-    # adapters may train one of them
+    # with adapters, only one of them may need gradients
     has_gradients = q.requires_grad or k.requires_grad or v.requires_grad
     if has_gradients and heads * call_elements(batch, rows, 1, head_dim) >= INDEX_LIMIT:
         raise RuntimeError(
@@ -118,11 +140,18 @@ def _causal(
 
 
 class AttentionSinks(Weights):
-    """(H,): one logit a head, of a key without a value that every token sees (as in GPT-OSS)."""
+    """One logit per head, (H,), of a key without a value that every token sees (as in GPT-OSS)."""
 
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator
     ) -> None:
+        """Set the logits to zero.
+
+        Args:
+            name: Name of the parameter in this module.
+            parameter: (H,), filled in place.
+            generator: Not used.
+        """
         parameter.zero_()
 
 
@@ -130,11 +159,12 @@ class Attention(Branch):
     """Grouped-query attention with rotary positions.
 
     Args:
-        dim: channels of the hidden states.
-        args: heads, and which parts there are.
-        norms: of the model; queries and keys have an RMSNorm of this epsilon and offset, whose weights heads share.
-        rotate: `apply_rope`, or a function with the same arguments.
-        branches: of the model, see `initialization.draw`.
+        dim: Channels of the hidden states.
+        args: Numbers of heads, and the optional parts.
+        norms: The model's norms. Queries and keys have an RMSNorm with this epsilon and offset; heads share its
+            weights.
+        rotate: `apply_rope`, or a function with the same arguments, (B, S, H, D) and a table.
+        branches: Residual branches of the model, see `initialization.draw`.
     """
 
     def __init__(
@@ -175,14 +205,18 @@ class Attention(Branch):
         attention_plan: torch.Tensor | None = None,
         *,
         positions: torch.Tensor | None = None,
-        **of_adapters: torch.Tensor,
+        **adapter_inputs: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend. x: (B, S, dim) -> the same shape. freqs_cis: None if nothing is rotated.
+        """Return the output, (B, S, dim).
 
-        positions: (B, S) within packed documents, for the short convolution.
-        of_adapters: passed to the linear modules, see `transforms/lora.py`.
+        Args:
+            x: (B, S, dim).
+            freqs_cis: Rotary table. None if the layer rotates nothing.
+            attention_plan: Handle of the open plan. None without a plan.
+            positions: (B, S), positions within packed documents, for the short convolution.
+            **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
-        q, k, v = (w(x, **of_adapters) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x, **adapter_inputs) for w in (self.wq, self.wk, self.wv))
         if self.args.gate:
             q, gate = (
                 part.flatten(-2) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
@@ -199,7 +233,7 @@ class Attention(Branch):
             k = self.k_norm(k)
         if self.rotate is not None:
             freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
-            # one after another, and under the same names: what goes in is freed
+            # one after the other, and under the same names: so the unrotated tensors are freed early
             q = self.rotate(q, freqs_cis)
             k = self.rotate(k, freqs_cis)
         # (B, H, S, D), (B, K, S, D) twice
@@ -210,28 +244,31 @@ class Attention(Branch):
         )
         out = out.transpose(1, 2).flatten(2)
         return self.wo(
-            out * gate.sigmoid() if self.args.gate else out, **of_adapters
+            out * gate.sigmoid() if self.args.gate else out, **adapter_inputs
         )  # (B, S, dim)
 
     def rows_of_heads(self) -> dict[str, list[int]]:
-        """Return the numbers of rows that each head has in a parameter, one for each of its matrices."""
+        """Return the numbers of rows that one head has in each parameter.
+
+        A parameter with several matrices has one number for each of them.
+        """
         size = self.head_dim
         queries = [size, size] if self.args.gate else [size]
         return {"wq.weight": queries, "wk.weight": [size], "wv.weight": [size]}
 
     @property
     def queries(self) -> nn.Linear:
-        """Return the module that makes queries."""
+        """The module that makes queries."""
         return self.wq
 
     def tensor_parallel_styles(self) -> Styles:
-        """Return how tensor-parallel ranks divide its heads, by the names of its modules."""
+        """Return how tensor-parallel ranks divide the heads, by names of modules."""
         styles = sequence_gathered("wq", "wk", "wv")
         for name in ("sinks", "short_conv.q", "short_conv.k", "short_conv.v"):
             if getattr(self, name.partition(".")[0]) is not None:
                 styles[name] = LocalParameter()
         if self.q_norm is not None:
-            # A norm of all heads together, or of (B, S, H, D); each rank has the gradient of its own heads.
+            # The norm is over all heads, or over D of (B, S, H, D). Each rank has the gradient of its own heads.
             norm = (
                 ShardedNorm()
                 if self.args.norm_all_heads
@@ -241,7 +278,12 @@ class Attention(Branch):
         return styles
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
-        """Return how `ranks` context-parallel ranks share a sequence, by the names of its modules."""
+        """Return how context-parallel ranks share a sequence, by names of modules.
+
+        Args:
+            options: Options of planned attention.
+            ranks: Number of context-parallel ranks.
+        """
         styles: Styles = {"inner_attention": self.inner_attention.planned(options)}
         if self.short_conv is not None and ranks > 1:
             styles["short_conv.inner_convolution"] = ContextParallelConvolution()

@@ -1,4 +1,4 @@
-"""A loss that a module adds to the loss of the tokens, such as the balance loss of a mixture of experts."""
+"""A loss that a module adds to the loss of the tokens, for example the balance loss of a mixture of experts."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ from torch import nn
 class AuxiliaryLoss(nn.Module):
     """Returns an activation unchanged; its backward adds the gradient of a loss divided by the tokens of the step.
 
-    The gradient enters where the activation passes. So every pipeline stage can have a loss, and the loss of a block
-    that is recomputed or compiled counts once. Gradients are sums over ranks: pass the sum over this rank's tokens, or
-    this rank's share of the sum where tensor-parallel ranks compute the same tokens. The reported loss excludes it.
+    The gradient enters through the activation. So every pipeline stage can have a loss, and a block that is recomputed
+    or compiled counts its loss once. Gradients are sums over ranks. Therefore pass the sum over this rank's tokens; if
+    tensor-parallel ranks compute the same tokens, pass this rank's share of the sum. The reported loss excludes it.
     """
 
     def __init__(self) -> None:
@@ -20,19 +20,29 @@ class AuxiliaryLoss(nn.Module):
         self.register_buffer("tokens", torch.empty((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        """x: any shape; loss: (), a plain tensor -> x."""
+        """Return x.
+
+        Args:
+            x: Any shape.
+            loss: A scalar, a plain tensor.
+        """
         return _AddGradient.apply(x, loss / self.tokens)
 
 
 def normalise_auxiliary_losses(part: nn.Module, tokens: torch.Tensor) -> None:
-    """Set the number of tokens of the whole step, (), without padding, at least 1, in a model part."""
+    """Set the number of tokens by which the auxiliary losses of a model part are divided.
+
+    Args:
+        part: The model part, changed in place.
+        tokens: A scalar: tokens of the whole step, without padding, at least 1.
+    """
     for module in part.modules():
         if isinstance(module, AuxiliaryLoss):
             module.tokens = tokens
 
 
 class _AddGradient(torch.autograd.Function):
-    """(x, loss) -> x, with a gradient of one for the loss."""
+    """Return x; the backward gives the loss a gradient of one."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

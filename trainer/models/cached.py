@@ -1,4 +1,7 @@
-"""Inner modules of layers, whose work a cache may do: generation keeps the keys, states and inputs that they see."""
+"""Inner modules of layers that a cache can replace: generation keeps their keys, states and inputs.
+
+`trainer/components/generation_cache.py` has the caches.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -7,17 +10,22 @@ import torch
 from torch import nn
 
 Step = Callable[..., torch.Tensor]
-"""(the module, its inputs) -> its output, from the inputs and from what a cache keeps."""
+"""(the module, its inputs) -> its output, computed from the inputs and the contents of a cache."""
 
 
 class Cached(nn.Module):
-    """A module without parameters that a layer calls by `run`."""
+    """A module without parameters. Its layer calls it by `run`."""
 
     cache: Step | None = None
-    """What does its work. None: its own forward."""
+    """Replaces the forward. None: the module's own forward runs."""
 
     def run(self, *inputs: object, **settings: object) -> torch.Tensor:
-        """Return the output of the cache, if there is one, else of the module."""
+        """Return the output of the cache. Without a cache, return the output of the module.
+
+        Args:
+            *inputs: Inputs of the module.
+            **settings: Keyword arguments of the module.
+        """
         if self.cache is None:
             return self(*inputs, **settings)
         return self.cache(self, *inputs, **settings)
@@ -25,10 +33,17 @@ class Cached(nn.Module):
 
 @contextmanager
 def cached(model: nn.Module, steps: Mapping[type[Cached], Step]) -> Iterator[None]:
-    """Give the modules of these kinds a cache inside.
+    """Give the modules of these kinds a cache while the context is open.
+
+    Args:
+        model: The model.
+        steps: The function that replaces the forward, by kind of module.
+
+    Yields:
+        None, once the modules have their caches.
 
     Raises:
-        RuntimeError: at the end, no module has used it: layers call their inner modules without `run`.
+        RuntimeError: At the end, no module has used its cache: the layers call their inner modules without `run`.
     """
     modules = {
         module: step

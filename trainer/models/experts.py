@@ -1,10 +1,10 @@
-"""The experts of a mixture: feed-forward networks with stacked weights, of which each token runs a few.
+"""The experts of a mixture: feed-forward networks with stacked weights. Each token runs a few of them.
 
     tokens 0, 1, 2 choose experts (2, 0), (0, 1), (2, 1)
     pairs in the order of experts:   expert 0: 0 1   expert 1: 1 2   expert 2: 0 2      -> rows of a grouped product
     output of token 0:               weight x expert 0's row + weight x expert 2's row
 
-No token is dropped: the rows of an expert are as many as tokens have chosen it.
+No token is dropped: an expert has one row for each token that has chosen it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,17 +27,20 @@ Outputs = Callable[..., torch.Tensor]
 # torch 2.13 made it public
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
-_LIMIT, _STEEPNESS = 7.0, 1.702  # of gpt-oss
+# of gpt-oss
+_LIMIT = 7.0
+_STEEPNESS = 1.702
 
 
 class ExpertWeights(NamedTuple):
-    """Stacked weights of some experts: (E, 2 * hidden, dim), (E, dim, hidden), and biases (E, 2 * hidden), (E, dim).
+    """Stacked weights of some experts.
 
-    Adapters of both: (E, rank, inputs), (E, outputs, rank), see `transforms/lora.py`.
+    The matrices are (E, 2 * hidden, dim) and (E, dim, hidden), the biases (E, 2 * hidden) and (E, dim). Adapters of
+    both are (E, rank, inputs) and (E, outputs, rank), see `transforms/lora.py`.
     """
 
     w13: torch.Tensor
-    """Gates in the first half of the rows, then what they multiply."""
+    """Gates in the first half of the rows, then the projections that they multiply."""
     w2: torch.Tensor
     b13: torch.Tensor | None = None
     b2: torch.Tensor | None = None
@@ -48,9 +51,12 @@ class ExpertWeights(NamedTuple):
 
 
 class Experts(nn.Module):
-    """All experts of a layer. Its forward is what expert parallelism replaces from outside.
+    """All experts of a layer. Expert parallelism replaces the forward from outside.
 
-    branches: of the model, see `initialization.draw`.
+    Args:
+        dim: Channels of the hidden states.
+        args: Number of experts, inner channels, biases.
+        branches: Residual branches of the model, see `initialization.draw`.
     """
 
     stacked = muon_matrices = ("w13", "w2")
@@ -59,7 +65,8 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, args: ExpertArgs, *, branches: int = 1) -> None:
         super().__init__()
-        self.branches, self.adapter_scale = branches, 0.0
+        self.branches = branches
+        self.adapter_scale = 0.0
         number = args.number
         hidden = args.hidden_dim
         self.clamped = args.clamped
@@ -74,19 +81,33 @@ class Experts(nn.Module):
         chosen: torch.Tensor,
         weights: torch.Tensor,
         *,
-        beside: Callable[[], torch.Tensor | None] = lambda: None,
+        meanwhile: Callable[[], torch.Tensor | None] = lambda: None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x: (N, dim); chosen: (N, k) int64, experts of a token; weights: (N, k) -> their weighted sums: (N, dim).
+        """Compute the weighted sum of each token's experts.
 
-        beside: what can be computed while tokens are sent to their experts; its result comes second.
+        Args:
+            x: (N, dim).
+            chosen: Experts of each token, (N, k), int64.
+            weights: (N, k).
+            meanwhile: Called once. Under expert parallelism it runs while tokens are sent to their experts.
+
+        Returns:
+            The sums, (N, dim), and the result of `meanwhile`.
         """
         return self.sums(
             dict(self.named_parameters(recurse=False)), x, chosen, weights
-        ), beside()
+        ), meanwhile()
 
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator
     ) -> None:
+        """Set biases to zero; draw matrices, see `initialization.draw`.
+
+        Args:
+            name: Name of the parameter in this module.
+            parameter: The whole stacked parameter, (E, ...), filled in place.
+            generator: The source of random numbers.
+        """
         if name in ("b13", "b2"):
             parameter.zero_()
         else:
@@ -106,7 +127,18 @@ class Experts(nn.Module):
         *,
         sizes: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Compute the forward with other parameters, such as those of some of the experts. See `expert_sums`."""
+        """Compute the sums with other parameters, for example with the parameters of some of the experts.
+
+        Args:
+            parameters: Parameters by name.
+            x: (N, dim).
+            chosen: (N, k), int64.
+            weights: (N, k).
+            sizes: Number of pairs of each expert, see `expert_sums`.
+
+        Returns:
+            The sums, (N, dim).
+        """
         if not getattr(self, "adapters_on", True):
             parameters = {name: p for name, p in parameters.items() if not is_adapter(name)}
         experts = ExpertWeights(**parameters)
@@ -125,11 +157,17 @@ def expert_sums(
     scale: float = 0.0,
     sizes: Sequence[int] | Callable[[torch.Tensor, int], Sequence[int]] = ROUTING.pairs,
 ) -> torch.Tensor:
-    """Return the weighted sum of each token's experts: (N, dim), added up in float32 at least.
+    """Return the weighted sum of each token's experts, (N, dim), added up in float32 or wider.
 
-    x: (N, dim); weights: (N, k); chosen: (N, k) int64. A choice of E or more is of no expert here and counts as zero.
-    scale: of what adapters add. sizes: how many pairs each expert has, known to the host; or what counts them, where
-    there is no grouped product: all choices are then of experts here.
+    Args:
+        x: (N, dim).
+        chosen: (N, k), int64. A choice of E or more counts as zero: the expert is on another rank.
+        weights: (N, k).
+        experts: The weights of E experts.
+        clamped: Use the clamped unit of gpt-oss instead of SwiGLU.
+        scale: Factor of what adapters add.
+        sizes: Number of pairs of each expert, known to the host. Or a function that counts them if there is no grouped
+            product; then all choices are of the E experts.
     """
     pairs = chosen.numel() if callable(sizes) else sum(sizes)
     order = chosen.flatten().argsort(stable=True)[:pairs]
@@ -148,7 +186,10 @@ def expert_sums(
 
 
 class _WeightedSums(torch.autograd.Function):
-    """Rows (T, dim), their weights (T,) and tokens (T,) -> sums of N tokens, (N, dim); what is copied is a part."""
+    """Rows (T, dim), their weights (T,) and tokens (T,) -> sums of N tokens, (N, dim).
+
+    Only parts of the rows are copied.
+    """
 
     @staticmethod
     def forward(
@@ -161,23 +202,23 @@ class _WeightedSums(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weights, token = ctx.saved_tensors
-        of_rows = torch.empty_like(rows)
-        of_weights = torch.empty_like(weights)
-        for row, weight, of_token, of_row, of_weight in in_parts(
-            rows, weights, token, of_rows, of_weights
+        row_gradients = torch.empty_like(rows)
+        weight_gradients = torch.empty_like(weights)
+        for row, weight, tokens, row_gradient, weight_gradient in in_parts(
+            rows, weights, token, row_gradients, weight_gradients
         ):
-            part = gradient.index_select(0, of_token).to(
+            part = gradient.index_select(0, tokens).to(
                 torch.promote_types(row.dtype, weight.dtype)
             )
-            of_weight.copy_((part * row).sum(1))
-            of_row.copy_(part * weight.unsqueeze(1))
-        return of_rows, of_weights, None, None
+            weight_gradient.copy_((part * row).sum(1))
+            row_gradient.copy_(part * weight.unsqueeze(1))
+        return row_gradients, weight_gradients, None, None
 
 
 def _grouped(
     rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, outputs: Outputs
 ) -> torch.Tensor:
-    """Return the outputs of rows in the order of experts. owner: (R,), the expert of each."""
+    """Return the outputs of rows in the order of experts. owner: the expert of each row, (R,)."""
     numbers = torch.arange(len(experts.w13), device=owner.device)
     ends = torch.searchsorted(owner, numbers, right=True).to(torch.int32)
 
@@ -209,7 +250,7 @@ def _outputs(
     clamped: bool,
     scale: float,
 ) -> torch.Tensor:
-    """Return the outputs of rows. linear: (rows, weight, bias or None) -> rows, of one expert or of many."""
+    """Return the outputs of rows. linear: (rows, weight, bias or None) -> rows, for one expert or for many."""
 
     def adapted(
         x: torch.Tensor, out: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
@@ -226,7 +267,10 @@ def _outputs(
 
 
 def _gated(hidden: torch.Tensor, *, clamped: bool) -> torch.Tensor:
-    """(R, 2 * hidden) -> (R, hidden): SwiGLU (arXiv 2002.05202), or the clamped unit of gpt-oss (arXiv 2508.10925)."""
+    """Return SwiGLU (arXiv 2002.05202), or the clamped unit of gpt-oss (arXiv 2508.10925).
+
+    (R, 2 * hidden) -> (R, hidden).
+    """
     gate, up = hidden.chunk(2, dim=-1)
     if not clamped:
         return gated("silu", gate, up)

@@ -1,4 +1,4 @@
-"""The feed-forward network of a block."""
+"""The feed-forward network of a block, SwiGLU or GEGLU."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +21,12 @@ from trainer.parallel.tensor_parallel import Styles
 
 
 class Activation(NamedTuple):
-    """A function by element, and its gradient: (of the output, input, grad_input=where that of the input goes)."""
+    """An elementwise function and its gradient.
+
+    Attributes:
+        function: From an input to the output.
+        gradient: (gradient of the output, input, grad_input=the tensor that gets the gradient of the input).
+    """
 
     function: Callable[[torch.Tensor], torch.Tensor]
     gradient: Callable[..., torch.Tensor]
@@ -49,18 +54,34 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        of_gate = gradient * up
-        of_up = ctx.activation.function(gate).mul_(gradient)
-        return None, ctx.activation.gradient(of_gate, gate, grad_input=of_gate), of_up
+        gate_gradient = gradient * up
+        up_gradient = ctx.activation.function(gate).mul_(gradient)
+        return (
+            None,
+            ctx.activation.gradient(gate_gradient, gate, grad_input=gate_gradient),
+            up_gradient,
+        )
 
 
 def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return activation(gate) * up, of any one shape. The backward computes the activation again, and keeps no copy."""
+    """Return activation(gate) * up, of any shape. The backward computes the activation again instead of keeping it.
+
+    Args:
+        activation: A name of `ACTIVATIONS`.
+        gate: Any shape.
+        up: The shape of `gate`.
+    """
     return _Gated.apply(ACTIVATIONS[activation], gate, up)
 
 
 class FeedForward(Branch):
-    """SwiGLU or GEGLU (arXiv 2002.05202). branches: of the model, see `initialization.draw`."""
+    """A gated feed-forward network, SwiGLU or GEGLU (arXiv 2002.05202).
+
+    Args:
+        dim: Channels of the hidden states.
+        args: Inner channels, activation and biases.
+        branches: Residual branches of the model, see `initialization.draw`.
+    """
 
     last = "w2.weight"
 
@@ -72,13 +93,20 @@ class FeedForward(Branch):
         self.w2 = nn.Linear(args.hidden_dim, dim, bias=args.bias)
         self.w3 = nn.Linear(dim, args.hidden_dim, bias=args.bias)
 
-    def forward(self, x: torch.Tensor, **of_adapters: torch.Tensor) -> torch.Tensor:
-        """x: (B, S, dim) -> the same shape. of_adapters: passed to the linear modules, see `transforms/lora.py`."""
-        hidden = gated(self.activation, self.w1(x, **of_adapters), self.w3(x, **of_adapters))
-        return self.w2(hidden, **of_adapters)
+    def forward(self, x: torch.Tensor, **adapter_inputs: torch.Tensor) -> torch.Tensor:
+        """Return the output, (B, S, dim).
+
+        Args:
+            x: (B, S, dim).
+            **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
+        """
+        hidden = gated(
+            self.activation, self.w1(x, **adapter_inputs), self.w3(x, **adapter_inputs)
+        )
+        return self.w2(hidden, **adapter_inputs)
 
     def tensor_parallel_styles(self) -> Styles:
-        """Return how tensor-parallel ranks divide its channels, by the names of its modules."""
+        """Return how tensor-parallel ranks divide the channels, by names of modules."""
         whole = PrepareModuleInput(
             input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
         )

@@ -1,10 +1,10 @@
 """Initial weights that do not depend on the layout.
 
-Each parameter is drawn whole from a generator seeded by (seed, name), then sharded. Drawing shards under one seed would
-give every shard the same numbers on CPU, and numbers that depend on the layout everywhere.
+Each parameter is drawn whole from a generator seeded by (seed, name), then sharded. If each rank drew its shard from
+one seed, all shards would be equal on CPU, and would depend on the layout on any device.
 
-A module that owns weights draws them; the model draws those of its other modules. `init_parameter(name, parameter,
-generator)` of a module fills the whole parameter of that name in place.
+A module that owns weights draws them; the model draws the weights of its other modules. The method
+`init_parameter(name, parameter, generator)` of a module fills the whole parameter of that name in place.
 """
 
 import math
@@ -27,8 +27,11 @@ def draw(
 ) -> None:
     """Draw a matrix that keeps the scale of activations.
 
-    parameter: (outputs, ...); fan_in: inputs of an output, by default all but the first dimension. branches: residual
-    branches of the model, for the matrix at the end of one: the sum of all keeps the scale.
+    Args:
+        parameter: (outputs, ...), filled in place.
+        generator: The source of random numbers.
+        fan_in: Inputs of an output; by default the product of all dimensions except the first.
+        branches: For the last matrix of a residual branch: number of branches, whose sum keeps the scale. Otherwise 1.
     """
     inputs = parameter[0].numel() if fan_in is None else fan_in
     parameter.normal_(0.0, 1.0 / math.sqrt(inputs * branches), generator=generator)
@@ -37,7 +40,14 @@ def draw(
 def fill(
     name: str, parameter: torch.Tensor, generator: torch.Generator, *, branches: int = 1
 ) -> None:
-    """Draw a matrix, see `draw`; set a vector: biases to zero, weights of norms to one."""
+    """Draw a matrix, see `draw`, or set a vector: biases to zero, weights of norms to one.
+
+    Args:
+        name: Name of the parameter.
+        parameter: The whole parameter, any shape, filled in place.
+        generator: The source of random numbers.
+        branches: See `draw`.
+    """
     if parameter.ndim == 1:
         parameter.fill_(0.0 if name.endswith("bias") else 1.0)
     else:
@@ -45,7 +55,7 @@ def fill(
 
 
 class Branch(nn.Module):
-    """A residual branch of a layer, whose last matrix keeps the scale of the sum of all branches, see `draw`."""
+    """A residual branch of a layer. Its last matrix keeps the scale of the sum of all branches, see `draw`."""
 
     branches = 1
     last = "wo.weight"
@@ -53,12 +63,23 @@ class Branch(nn.Module):
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator
     ) -> None:
-        """Draw a parameter, see `fill`."""
+        """Draw a parameter, see `fill`.
+
+        Args:
+            name: Name of the parameter in this module.
+            parameter: The whole parameter, any shape, filled in place.
+            generator: The source of random numbers.
+        """
         fill(name, parameter, generator, branches=self.branches if name == self.last else 1)
 
 
 def stored_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a model on meta in its data type of storage; modules with `float32_at_least` are no narrower than that."""
+    """Return the model, cast to its storage dtype. Modules with `float32_at_least` are cast to float32 or wider.
+
+    Args:
+        model: A model on meta, cast in place.
+        dtype: The storage dtype.
+    """
     model.to(dtype)
     for module in model.modules():
         if getattr(module, "float32_at_least", False):
@@ -72,8 +93,11 @@ def initialize(
 ) -> None:
     """Give the model on meta its storage, weights and buffers.
 
-    device: where the model computes, and where weights are drawn, one whole parameter at a time; offload: keep the
-    weights in host memory.
+    Args:
+        model: The model, changed in place.
+        seed: Seed of all parameters.
+        device: Where the model computes, and where weights are drawn, one whole parameter at a time.
+        offload: Keep the weights in host memory.
     """
     with preserve_ties(model):
         model.to_empty(device="cpu" if offload else device)

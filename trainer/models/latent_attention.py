@@ -16,21 +16,27 @@ from trainer.parallel.tensor_parallel import Gathered, LocalParameter, Styles, t
 
 
 class UpProjection(Weights):
-    """(H * (N + V), R): what makes keys and values of latents, which attention applies where it needs them."""
+    """The matrix from latents to keys and values, (H * (N + V), R).
+
+    Attention applies it where it needs keys and values.
+
+    The constructor takes the shape, see `Weights`.
+    """
 
     muon_matrices = ("weight",)
 
 
 class LatentAttention(Branch):
-    """Attention whose context-parallel ranks send each other latents, in the place of keys and values.
+    """Attention whose context-parallel ranks exchange latents instead of keys and values.
 
-    Of a head's query and key, N channels are not rotated, and P behind them are; all heads share a key's rotated part.
+    The first N channels of a head's query and key are not rotated, and the last P are. All heads share the rotated part
+    of a key.
 
     Args:
-        dim: channels of the hidden states.
-        args: heads, and the sizes of latents.
-        norms: of the model; latents have an RMSNorm of this epsilon.
-        branches: of the model, see `initialization.draw`.
+        dim: Channels of the hidden states.
+        args: Number of heads, and the sizes of latents.
+        norms: The model's norms; latents have an RMSNorm of this epsilon.
+        branches: Residual branches of the model, see `initialization.draw`.
     """
 
     def __init__(
@@ -50,7 +56,7 @@ class LatentAttention(Branch):
         self.wkv_a = nn.Linear(dim, latent.rank + latent.rope_dim, bias=False)
         self.kv_a_norm = nn.RMSNorm(latent.rank, eps=norms.eps)
         self.gathered = nn.Identity()
-        """Where tensor-parallel ranks, each with the latents of its tokens, get those of all."""
+        """Tensor parallelism gathers here: a rank has the latents of its tokens before, and all latents after."""
         values = args.n_heads * (latent.nope_dim + latent.value_dim)
         self.wkv_b = UpProjection(values, latent.rank)
         self.wo = nn.Linear(args.n_heads * latent.value_dim, dim, bias=False)
@@ -63,17 +69,27 @@ class LatentAttention(Branch):
         attention_plan: torch.Tensor | None = None,
         *,
         positions: torch.Tensor | None = None,
-        **of_adapters: torch.Tensor,
+        **adapter_inputs: torch.Tensor,
     ) -> torch.Tensor:
-        """As `Attention`: x: (B, S, dim) -> the same shape."""
+        """Return the output, (B, S, dim).
+
+        Args:
+            x: (B, S, dim).
+            freqs_cis: Rotary table. None if the layer rotates nothing.
+            attention_plan: Handle of the open plan. None without a plan.
+            positions: Not used.
+            **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
+        """
         args = self.args.latent
         if args.query_rank is None:
-            q = self.wq(x, **of_adapters)
+            q = self.wq(x, **adapter_inputs)
         else:
-            q = self.wq_b(self.q_a_norm(self.wq_a(x, **of_adapters)), **of_adapters)
+            q = self.wq_b(self.q_a_norm(self.wq_a(x, **adapter_inputs)), **adapter_inputs)
         # (B, S, H, N + P); with tensor parallelism some of the heads
         q = q.unflatten(-1, (-1, args.head_dim))
-        compressed, shared = self.wkv_a(x, **of_adapters).split([args.rank, args.rope_dim], -1)
+        compressed, shared = self.wkv_a(x, **adapter_inputs).split(
+            [args.rank, args.rope_dim], -1
+        )
         # (B, S, 1, W)
         latent = self.gathered(torch.cat((self.kv_a_norm(compressed), shared), -1)).unsqueeze(2)
         if self.args.rope_theta != 0:
@@ -91,10 +107,13 @@ class LatentAttention(Branch):
         up = self.wkv_b().unflatten(0, (-1, args.nope_dim + args.value_dim))
         settings = {"scale": self.args.scale, "plan": attention_plan, "up": up}
         out = self.inner_attention.run(q, latent, latent[..., :0], **settings)
-        return self.wo(out.transpose(1, 2).flatten(2), **of_adapters)
+        return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)
 
     def rows_of_heads(self) -> dict[str, list[int]]:
-        """Return the numbers of rows that each head has in a parameter, one for each of its matrices."""
+        """Return the numbers of rows that one head has in each parameter.
+
+        A parameter with several matrices has one number for each of them.
+        """
         latent = self.args.latent
         queries = "wq.weight" if latent.query_rank is None else "wq_b.weight"
         return {
@@ -104,18 +123,26 @@ class LatentAttention(Branch):
 
     @property
     def queries(self) -> nn.Linear:
-        """Return the module that makes queries."""
+        """The module that makes queries."""
         return self.wq if self.args.latent.query_rank is None else self.wq_b
 
     def tensor_parallel_styles(self) -> Styles:
-        """Return how tensor-parallel ranks divide it: a rank makes latents of its tokens, and gets those of all."""
-        of_tokens = ("wq_a", "q_a_norm", "wkv_a", "kv_a_norm")
-        styles = tokens_divided(of_tokens)
+        """Return how tensor-parallel ranks divide it, by names of modules.
+
+        A rank makes the latents of its tokens; then the ranks gather all latents.
+        """
+        token_modules = ("wq_a", "q_a_norm", "wkv_a", "kv_a_norm")
+        styles = tokens_divided(token_modules)
         styles |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wq_b")}
         styles |= {"gathered": Gathered(), "wkv_b": LocalParameter()}
         styles["wo"] = RowwiseParallel(output_layouts=Shard(1))
         return {name: style for name, style in styles.items() if hasattr(self, name)}
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
-        """Return how context-parallel ranks share a sequence, by the names of its modules."""
+        """Return how context-parallel ranks share a sequence, by names of modules.
+
+        Args:
+            options: Options of planned attention.
+            ranks: Number of context-parallel ranks; not used.
+        """
         return {"inner_attention": self.inner_attention.planned(options)}

@@ -1,14 +1,14 @@
-"""Which parameters of a model are matrices for Muon, and the rows of each matrix in a parameter that holds several.
+"""Decides which parameters of a model are matrices for Muon, and which rows of a parameter belong to each matrix.
 
-It is decided by the kind of the module that owns a parameter, never by its number of dimensions: a router, an embedding
-or the taps of a convolution have two and more, and are no maps between features. A kind of module, also of a package,
-says it with `muon_matrices`, a tuple of the names of its own parameters. What is known here:
+The kind of the module that owns a parameter decides, never its number of dimensions. The parameters of a router, an
+embedding or a convolution have two or more dimensions, but do not map features to features. Any kind of module, also
+of a package, can declare `muon_matrices`, a tuple of the names of its own parameters. The kinds known here:
 
-    nn.Linear                   one matrix, but for the output, and those that `LinearArgs.gates` names
+    nn.Linear                   one matrix, except the output, and those that `LinearArgs.gates` names
     Experts                     gate, up and down projection of each expert
     attention with gates        queries and gates apart; with `per_head`, the rows of each head
     Gated DeltaNet              queries, keys, values and gates apart, of all heads
-    latent attention            what makes keys and what makes values of latents apart
+    latent attention            the rows of keys and the rows of values apart
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,13 +28,17 @@ def matrices_of(
 ) -> dict[nn.Parameter, tuple[Ranges, ...]]:
     """Return the trained parameters that Muon updates, each with the rows of its matrices.
 
-    Rows are those of the parameter with all dimensions but the last made one; each row belongs to one matrix.
+    A parameter is seen as 2-D: all dimensions except the last are flattened to rows. Each row belongs to one matrix.
+
+    Args:
+        model_parts: The model parts of this rank.
+        per_head: Whether each head has its own matrices.
 
     Raises:
-        ConfigError: a kind of module that does not say whether its parameter of two and more dimensions is a matrix, or
-            two that share one and say different things.
+        ConfigError: A module does not declare whether its parameter of two or more dimensions is a matrix, or two
+            modules share a parameter and disagree.
     """
-    found: dict[nn.Parameter, tuple[Ranges, ...]] = {}
+    matrices: dict[nn.Parameter, tuple[Ranges, ...]] = {}
     others: dict[nn.Parameter, str] = {}
     gates: set[nn.Parameter] = set()
     for part in model_parts:
@@ -52,19 +56,19 @@ def matrices_of(
                 if names is None:
                     raise ConfigError(_unknown(f"{name}.{own_name}", module))
                 if own_name in names:
-                    found[parameter] = several.get(parameter) or _whole(parameter)
+                    matrices[parameter] = several.get(parameter) or _whole(parameter)
                 else:
                     others[parameter] = f"{name}.{own_name}"
-    if twice := [name for parameter, name in others.items() if parameter in found]:
+    if twice := [name for parameter, name in others.items() if parameter in matrices]:
         raise ConfigError(
             f"optimizer.name = 'Muon': {twice[0]} is a matrix in one module and none in another that shares it; give "
             "both the same muon_matrices"
         )
-    return found
+    return matrices
 
 
 def _names(module: nn.Module) -> Sequence[str] | None:
-    """Return which of its own parameters a module says are matrices; None if it says nothing."""
+    """Return the names of the module's own parameters that are matrices. None if the module does not declare them."""
     declared = getattr(module, "muon_matrices", None)
     if declared is not None:
         return declared
@@ -88,7 +92,7 @@ def _unknown(name: str, module: nn.Module) -> str:
 
 
 def _whole(parameter: nn.Parameter) -> tuple[Ranges, ...]:
-    """Return one matrix, or with leading dimensions one for each of their places."""
+    """Return the parameter as one matrix. With leading dimensions, return one matrix for each of their indices."""
     rows = parameter.shape[-2]
     return tuple(
         ((start, start + rows),) for start in range(0, parameter.shape[:-1].numel(), rows)
@@ -98,7 +102,7 @@ def _whole(parameter: nn.Parameter) -> tuple[Ranges, ...]:
 def _rows_within(
     module: nn.Module, per_head: bool
 ) -> Mapping[nn.Parameter, tuple[Ranges, ...]]:
-    """Return the matrices of parameters below `module` that hold several."""
+    """Return the parameters below `module` that hold several matrices, with the rows of each matrix."""
     if isinstance(module, Experts):
         hidden = module.w13.shape[1] // 2
         return {
@@ -117,9 +121,9 @@ def _rows_within(
 
 
 def _by_heads(rows: int, sizes: Sequence[int], per_head: bool) -> tuple[Ranges, ...]:
-    """Return the rows of each kind, of which every head has sizes[kind], one after another.
+    """Return the rows of each matrix. Head after head, each kind of matrix has sizes[kind] rows.
 
-    per_head: those of each head are a matrix, not those of all heads together.
+    per_head: each head's rows of a kind are one matrix, instead of the rows of all heads together.
     """
     kinds: list[list[Range]] = [[] for _ in sizes]
     start = 0

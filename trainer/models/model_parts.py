@@ -12,7 +12,17 @@ from trainer.parallel.parallel_dims import ParallelDims
 def build_model_parts(
     spec: ModelSpec, job: ResolvedJob, dims: ParallelDims, device: torch.device
 ) -> list[nn.Module]:
-    """Return the whole model, or the pipeline stages of this rank, parallelised, with their initial weights."""
+    """Build the whole model, or the pipeline stages of this rank, parallelised, with their initial weights.
+
+    Args:
+        spec: The model family.
+        job: The resolved job.
+        dims: The meshes of the run.
+        device: Where the model computes.
+
+    Returns:
+        The model parts of this rank.
+    """
     training = job.config.training
     plan = job.pipeline
     stages = [None]

@@ -1,4 +1,7 @@
-"""The interface of a model family to the trainer."""
+"""The interface of a model family to the trainer.
+
+`trainer/families/registry.py` names the module of each family; its `SPEC` is a `ModelSpec`.
+"""
 
 import importlib
 from collections.abc import Callable, Collection, Sequence
@@ -24,15 +27,29 @@ class Model(Protocol):
         """Inputs -> hidden states."""
 
     def output(self, hidden: Any) -> Any:
-        """Hidden states -> what the task's losses take. Not a part of the forward, so that a loss can be chunked."""
+        """Return the input of the task's losses. It is not a part of the forward, so that a loss can be chunked.
+
+        Args:
+            hidden: The hidden states.
+        """
 
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator
     ) -> None:
-        """Fill the whole parameter of that name in place, before it is sharded; a submodule may do it for its own."""
+        """Fill a whole parameter in place, before it is sharded. A submodule may do it for its own parameters.
+
+        Args:
+            name: Name of the parameter in this module.
+            parameter: The whole parameter, any shape.
+            generator: The source of random numbers.
+        """
 
     def init_buffers(self, device: torch.device) -> None:
-        """Set every buffer to its first value; persistent buffers are part of a checkpoint."""
+        """Set every buffer to its first value; persistent buffers are part of a checkpoint.
+
+        Args:
+            device: The device of the buffers.
+        """
 
 
 class Decoder(Model, Protocol):
@@ -44,19 +61,25 @@ class Decoder(Model, Protocol):
         positions: torch.Tensor | None = None,
         attention_plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states. tokens, positions: (B, S) int64 -> (B, S, dim).
+        """Return the hidden states, (B, S, dim).
 
-        Without positions, token i of the sequence has position i. Under context parallelism these positions are
-        `own_positions(attention_plan, device)`, which also cuts tables.
-        attention_plan: handle of the open `context_parallel`, for attention that is parallelised. With `lora.dropout`
-        also `token_numbers`, (B, S) int64, which the linear modules of layers take. With `model.mtp_layers` also
-        `next_tokens`, (B, S, layers) int64, for which hidden states of further tokens follow: (B (1 + layers), S, dim).
+        tokens, positions: (B, S), int64. Without positions, token i of the sequence has position i. Under context
+        parallelism these positions are `own_positions(attention_plan, device)`, which also cuts tables.
+        attention_plan: handle of the open `context_parallel`, for parallelised attention.
+
+        With `lora.dropout` also `token_numbers`, (B, S), int64, for the linear modules of layers. With
+        `model.mtp_layers` also `next_tokens`, (B, S, layers), int64; the hidden states of further tokens then follow:
+        (B (1 + layers), S, dim).
         """
 
     def output(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: (B, S, dim) -> logits: (B, S, vocab), or with labels (B, S) the loss of each token: (B, S).
+        """Return logits, (B, S, vocab), or with labels the loss of each token, (B, S).
 
-        The model's own module has no labels: `apply_chunked_loss` adds them where a job computes its loss in chunks.
+        The model's own module takes no labels: `apply_chunked_loss` adds them if a job computes its loss in chunks.
+
+        Args:
+            hidden: (B, S, dim).
+            labels: (B, S), int64. None for logits.
         """
 
 
@@ -65,47 +88,55 @@ class ModelSpec:
     """One model family: everything that the trainer calls."""
 
     build: Callable[[Any], Model]
-    """Model arguments -> model, on the meta device; the trainer casts it to the storage data type."""
+    """Model arguments -> model, on the meta device; the trainer casts it to the storage dtype."""
     parallelize: Callable[[Model, ParallelDims, ResolvedJob], None]
     """Apply parallelism from outside to the model on meta, or to a stage of it, in place."""
     keep_stage: Callable[[Decoder, Collection[str]], None] | None = None
-    """Of decoders: remove all but the named modules of a pipeline stage from a whole model. Names of parameters stay;
-    the forward takes the previous stage's hidden states instead of tokens."""
+    """For decoders: remove all modules from a whole model, except the named modules of a pipeline stage. Names of
+    parameters stay; the forward takes the previous stage's hidden states instead of tokens."""
     cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]] = lambda part: []
-    """Of decoders: model part -> its buffers that have a row per position, each with the dimension of the positions.
-    Without such a table the model computes rows for its positions, as `Transformer` does."""
+    """For decoders: model part -> its buffers with a row per position, each with the dimension of the positions. A
+    model without such buffers computes the rows of its positions, as `Transformer` does."""
     state_dict_adapter: Callable[[Any, str], HFTensor | None] | None = None
-    """(model arguments, name of a parameter or persistent buffer) -> its tensor at Hugging Face. None: a buffer that
-    has none there; it then starts with its first value."""
+    """(model arguments, name of a parameter or persistent buffer) -> its tensor at Hugging Face. None: a buffer without
+    such a tensor; it starts with its first value."""
     hf_unread: Callable[[Any], tuple[str, ...]] = lambda args: ()
-    """Model arguments -> beginnings of the names of tensors of Hugging Face's folders that are not read."""
+    """Model arguments -> name prefixes of tensors in Hugging Face's folders that are not read."""
     observer: Callable[[Sequence[Model], ParallelDims], Observer] = lambda model_parts, dims: (
         Observer()
     )
-    """(model parts of this rank, meshes) -> what prepares, updates and reports state without gradients in each step.
+    """(model parts of this rank, meshes) -> the observer that prepares, updates and reports state without gradients.
 
-    A forward sees the tokens of this rank only: reduce what it counts over `dp_cp`, with sequence parallelism also over
-    `tp`. It runs twice in a recomputed block, so use shares of the count, not numbers.
+    A forward sees the tokens of this rank only: reduce its counts over `dp_cp`, with sequence parallelism also over
+    `tp`. The forward runs twice in a recomputed block, so use shares of a count, not numbers.
     """
 
 
 def model_spec(name: str) -> ModelSpec:
-    """Return the spec of a model family."""
+    """Return the spec of a model family.
+
+    Args:
+        name: Name of the family, a key of `MODELS`.
+    """
     there = MODELS[name].hugging_face
     spec = importlib.import_module(MODELS[name].spec).SPEC
-    of_decoder = isinstance(there, HFDecoder)
+    is_decoder = isinstance(there, HFDecoder)
     return (
         replace(spec, state_dict_adapter=there.tensor, hf_unread=there.unread)
-        if of_decoder
+        if is_decoder
         else spec
     )
 
 
 def hf_model(spec: ModelSpec, args: Any) -> HFModel:
-    """Return the tensors of a model with arguments `args` that have one at Hugging Face.
+    """Return the tensors of a model that have a counterpart at Hugging Face.
+
+    Args:
+        spec: The model family.
+        args: The arguments of the model.
 
     Raises:
-        ConfigError: the family, or a feature of it, is not in transformers.
+        ConfigError: The family, or a feature of it, is not in transformers.
     """
     if spec.state_dict_adapter is None:
         raise ConfigError(

@@ -1,21 +1,24 @@
-"""A mixture of experts in the place of a feed-forward network: a router, experts, and two ways to balance them.
+"""A mixture of experts replaces a feed-forward network: a router, experts, and two ways to balance the experts.
 
 Both ways use the load of the experts: their shares of all choices of a step, over the whole batch. Each router counts
-the choices of its forwards with gradients, and `ExpertBalance`, once a step, sums the counts over all ranks.
+the choices of its forwards with gradients. Once a step, `ExpertBalance` sums the counts over all ranks.
 
-The auxiliary loss (arXiv 2101.03961) is that of transformers, over all layers together:
+The auxiliary loss (arXiv 2101.03961) is the loss of transformers, over all layers together:
 
     coefficient * E * sum over experts of f_e * P_e
 
 P_e is the mean probability of expert e, over the tokens of the step and the layers. f_e is the mean number of choices
-of expert e by a token, over the layers, and the sum of all f_e is k. Padding is no token. By default f_e is that of the
-step BEFORE: so the loss is exact on every layout, with any number of micro-batches and ranks, and its forward needs no
-collective. In the first step all f_e are equal, and the gradient is zero. `router_aux_loss_load = "micro_batch"` has
-f_e of each micro-batch, as transformers, but of all ranks: the layers' choices are summed between forward and backward.
+of expert e per token, over the layers; the sum of all f_e is k. Padding counts as no token.
 
-The bias (arXiv 2408.15664) is added to the logits for the choice alone, never to weights. After each step that of an
-expert with less than the mean load rises by the update rate, and that of one with more falls. A router of sigmoids
-(arXiv 2412.19437) adds it to them, also without an update rate: it is one of the weights.
+By default f_e comes from the step BEFORE. So the loss is exact on every layout, with any number of micro-batches and
+ranks, and its forward needs no collective. In the first step all f_e are equal, and the gradient is zero. With
+`router_aux_loss_load = "micro_batch"` f_e comes from each micro-batch, as in transformers, but over all ranks: the
+layers' choices are summed between forward and backward.
+
+The bias (arXiv 2408.15664) is added to the logits for the choice alone, never to weights. After each step, the bias of
+an expert with less than the mean load rises by the update rate. The bias of an expert with more load falls by it. A
+router of sigmoids (arXiv 2412.19437) adds the bias to the sigmoids, even without an update rate: there the bias is one
+of the weights.
 """
 
 from collections.abc import Sequence
@@ -27,7 +30,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from longshard.sharding.exchange import all_reduce
-from longshard.sharding.tensors import with_adjoint
+from longshard.sharding.tensors import wide_type, with_adjoint
 from trainer.families.args import expert_layers
 from trainer.families.feed_forward_args import DenseArgs, ExpertArgs
 from trainer.models.auxiliary_loss import AuxiliaryLoss
@@ -39,12 +42,20 @@ from trainer.parallel.tensor_parallel import OwnPositions, Styles, prefixed
 
 
 class Gate(nn.Linear):
-    """Linear module that computes in float32 at least."""
+    """Linear module that computes in float32 or wider.
+
+    The constructor takes the arguments of `nn.Linear`.
+    """
 
     muon_matrices = ()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        """Return the output in float32 or wider, (..., outputs).
+
+        Args:
+            x: (..., inputs).
+        """
+        dtype = wide_type(x.dtype)
         return F.linear(
             x.to(dtype),
             self.weight.to(dtype),
@@ -57,7 +68,12 @@ class Router(nn.Module):
 
     Buffers, (E,): `load`, the shares of the last step; `mean_load`, their mean over all layers of the model;
     `selection_bias`; `count`, this rank's choices in this step.
-    aux_loss_coef: of this layer's part of the auxiliary loss, the coefficient over the number of layers with experts.
+
+    Args:
+        dim: Channels of the hidden states.
+        args: Number of experts, experts per token, and how weights are computed.
+        aux_loss_coef: Coefficient of the auxiliary loss, divided by the number of layers with experts.
+        bias_update_rate: Change of a selection bias per step; 0 without updates.
     """
 
     def __init__(
@@ -81,9 +97,14 @@ class Router(nn.Module):
     def forward(
         self, x: torch.Tensor, real: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: (N, dim) -> (experts of each token: (N, k) int64, their weights: (N, k), in float32 at least).
+        """Choose the experts of each token.
 
-        real: (N,) bool, False for padding, which is no load; None without padding.
+        Args:
+            x: (N, dim).
+            real: (N,), bool, False for padding, which counts as no load. None without padding.
+
+        Returns:
+            The experts of each token, (N, k), int64, and their weights, (N, k), in float32 or wider.
         """
         logits = self.gate(x)
         chosen = self._chosen(logits.detach())
@@ -99,7 +120,7 @@ class Router(nn.Module):
                 shares = logits.softmax(-1)
                 if real is not None:
                     shares = torch.where(real.unsqueeze(1), shares, 0)
-                # the backward takes its values of then, which may be set later
+                # the backward reads its values at that time; `_count` may set them after the forward
                 load = self.mean_load
                 loss = with_adjoint(
                     shares.sum(0), lambda x: x @ load, lambda dloss: dloss * load
@@ -141,8 +162,12 @@ class Router(nn.Module):
         return weights if args.scale == 1 else weights * args.scale
 
     def init_buffers(self, device: torch.device) -> None:
-        """Set equal loads and no bias, in float32 at least."""
-        dtype = torch.promote_types(self.gate.weight.dtype, torch.float32)
+        """Set equal loads and no bias, in float32 or wider.
+
+        Args:
+            device: The device of the buffers.
+        """
+        dtype = wide_type(self.gate.weight.dtype)
         self.load = torch.full((self.number,), 1 / self.number, dtype=dtype, device=device)
         self.mean_load = self.load.clone()
         self.selection_bias = torch.zeros(self.number, dtype=dtype, device=device)
@@ -150,7 +175,15 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router and its experts, and perhaps an expert that all tokens share."""
+    """A router and its experts, and optionally an expert that all tokens share.
+
+    Args:
+        dim: Channels of the hidden states.
+        args: The sizes of the experts and of the shared expert.
+        aux_loss_coef: See `Router`.
+        bias_update_rate: See `Router`.
+        branches: Residual branches of the model, see `initialization.draw`.
+    """
 
     def __init__(
         self,
@@ -174,16 +207,21 @@ class MoE(nn.Module):
         self.shared_gate = Gate(dim, 1, bias=False) if args.shared_gate else None
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """x: (B, S, dim) -> (B, S, dim). positions: (B, S), below 0 for padding."""
+        """Return the output, (B, S, dim).
+
+        Args:
+            x: (B, S, dim).
+            positions: (B, S), negative for padding. None without padding.
+        """
         real = None if positions is None else (positions >= 0).flatten()
         rows = x.flatten(0, 1)
         out, shared = self.experts(
-            rows, *self.router(rows, real), beside=partial(self.shared_output, x)
+            rows, *self.router(rows, real), meanwhile=partial(self.shared_output, x)
         )
         return out.view_as(x) if shared is None else out.view_as(x) + shared
 
     def tensor_parallel_styles(self) -> Styles:
-        """Return how tensor-parallel ranks divide it: each has the experts' sums for its own tokens."""
+        """Return how tensor-parallel ranks divide it: each rank computes the experts' sums of its own tokens."""
         gate = SequenceParallel(sequence_dim=0, use_local_output=True)
         styles: Styles = {"": OwnPositions(), "router.gate": gate}
         if self.shared is not None:
@@ -193,11 +231,15 @@ class MoE(nn.Module):
         return styles
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:
-        """Return what is compiled of it. Numbers of rows are only known to the routing."""
+        """Return the methods that are compiled. Experts are not: only the routing knows their numbers of rows."""
         return [] if self.shared is None else [(self, "shared_output")]
 
     def shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Return the output of the expert that all tokens share, None if there is none."""
+        """Return the output of the expert that all tokens share, (B, S, dim). None without such an expert.
+
+        Args:
+            x: (B, S, dim).
+        """
         if self.shared is None:
             return None
         out = self.shared(x)
@@ -207,7 +249,12 @@ class MoE(nn.Module):
 
 
 class ExpertBalance(Observer):
-    """Keeps the loads of the experts, moves the biases of routers, and reports how even the loads are."""
+    """Keeps the loads of the experts, updates the biases of routers, and reports how even the loads are.
+
+    Args:
+        model_parts: The model parts of this rank.
+        dims: The meshes of the run.
+    """
 
     def __init__(self, model_parts: Sequence[nn.Module], dims: ParallelDims) -> None:
         self._args = model_parts[0].args
@@ -219,7 +266,7 @@ class ExpertBalance(Observer):
             model_parts[0].register_forward_hook(lambda *_: self._count(before=False))
 
     def _count(self, *, before: bool) -> None:
-        """Set the mean load to that of a forward with gradients, over all ranks; call it before and after it."""
+        """Set the mean load from one forward with gradients, over all ranks. Call it before and after the forward."""
         if not torch.is_grad_enabled():
             return
         counts = torch.stack([router.count for router in self._routers.values()])
@@ -233,7 +280,7 @@ class ExpertBalance(Observer):
 
     @torch.no_grad()
     def start_step(self) -> None:
-        """Set the mean load of all layers of the model; with pipelines one collective."""
+        """Set the mean load of all layers of the model. With pipelines this is one collective."""
         args = self._args
         dims = self._dims
         if (
@@ -251,9 +298,12 @@ class ExpertBalance(Observer):
 
     @torch.no_grad()
     def end_step(self, left_out: torch.Tensor) -> None:
-        """Set the loads of the step, and move the biases: one collective.
+        """Set the loads of the step, and update the biases: one collective.
 
-        A recomputed block has counted its tokens twice, which changes no share. A step without update counts nothing.
+        A recomputed block counts its tokens twice, which changes no share. A step without update counts nothing.
+
+        Args:
+            left_out: A scalar, nonzero if the step has no update.
         """
         routers = [*self._routers.values()]
         left_out = left_out.bool()
@@ -272,9 +322,12 @@ class ExpertBalance(Observer):
                 router.selection_bias += torch.where(left_out, 0, change)
 
     def record(self, positions: Positions) -> dict[str, float | list[list[float]]]:
-        """Return the load of every expert over the mean, by layer with experts, and the largest of all.
+        """Return the load of every expert over the mean, by layer with experts, and the largest of them.
 
-        This is one collective.
+        One collective.
+
+        Args:
+            positions: Positions of the data streams; not used.
         """
         args = self._args
         if not (layers := expert_layers(args)):
@@ -292,7 +345,11 @@ class ExpertBalance(Observer):
 
 
 def routers_of(model_parts: Sequence[nn.Module]) -> dict[int, Router]:
-    """Return the routers of these model parts by the number of their layer, in the order of the forward."""
+    """Return the routers of these model parts by the number of their layer, in the order of the forward.
+
+    Args:
+        model_parts: Modules whose parameters' names begin with `layers.<number>`.
+    """
     return {
         int(name.split(".")[1]): module
         for part in model_parts

@@ -1,4 +1,4 @@
-"""The norms of a decoder."""
+"""The norms of a decoder: RMSNorm, RMSNorm with an offset, LayerNorm, and a norm over all heads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +9,17 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from longshard.sharding.tensors import wide, wide_type
 from trainer.families.layers import NormArgs
 
 
 def build_norm(norms: NormArgs, dim: int) -> nn.Module:
-    """Return a norm of `dim` channels, of a model with these norms."""
+    """Return a norm of the kind that a model uses.
+
+    Args:
+        norms: Kind, epsilon and offset of the model's norms.
+        dim: Channels.
+    """
     if norms.kind == "rmsnorm":
         return build_rms_norm(norms, dim)
     has_weight = norms.kind == "layernorm"
@@ -21,15 +27,28 @@ def build_norm(norms: NormArgs, dim: int) -> nn.Module:
 
 
 def build_rms_norm(norms: NormArgs, dim: int) -> nn.RMSNorm:
-    """Return an RMSNorm, which queries and keys have whatever the other norms are."""
+    """Return an RMSNorm. Queries and keys have one even if the other norms of the model are of another kind.
+
+    Args:
+        norms: Epsilon and offset of the model's norms.
+        dim: Channels.
+    """
     return (OffsetNorm if norms.offset else nn.RMSNorm)(dim, eps=norms.eps)
 
 
 class OffsetNorm(nn.RMSNorm):
-    """RMSNorm whose weight is its distance from one, added in float32 at least (Gemma, arXiv 2403.08295)."""
+    """RMSNorm that multiplies by 1 + weight, computed in float32 or wider (Gemma, arXiv 2403.08295).
+
+    The constructor takes the arguments of `nn.RMSNorm`.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        """Return the normed x, with the shape and dtype of x.
+
+        Args:
+            x: (..., dim).
+        """
+        dtype = wide_type(x.dtype)
 
         def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             return F.rms_norm(
@@ -43,11 +62,18 @@ class OffsetNorm(nn.RMSNorm):
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator
     ) -> None:
+        """Set the weight to zero.
+
+        Args:
+            name: Name of the parameter in this module.
+            parameter: The whole parameter, (dim,), filled in place.
+            generator: Not used.
+        """
         parameter.zero_()
 
 
 class _Recomputed(torch.autograd.Function):
-    """A function that keeps its inputs alone for the backward, which computes it again: no copy of them in float32."""
+    """A function that saves its inputs only. The backward computes the function again, so no float32 copy is kept."""
 
     @staticmethod
     def forward(
@@ -66,18 +92,23 @@ class _Recomputed(torch.autograd.Function):
         ]
         with torch.enable_grad():
             out = ctx.function(*inputs)
-        found = iter(torch.autograd.grad(out, [x for x in inputs if x.requires_grad], gradient))
-        return None, *(next(found) if n else None for n in needed)
+        gradients = iter(
+            torch.autograd.grad(out, [x for x in inputs if x.requires_grad], gradient)
+        )
+        return None, *(next(gradients) if n else None for n in needed)
 
 
 class NormOfHeads(nn.RMSNorm):
-    """RMSNorm over all heads, of which tensor-parallel ranks may have a part each: the mean square is that of all."""
+    """RMSNorm over all heads. If tensor-parallel ranks divide the heads, the mean square is still over all heads."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (B, S, heads * head size), a DTensor if it is sharded."""
+        """Return the normed x, with the shape and dtype of x.
+
+        Args:
+            x: (B, S, heads * head size); a DTensor if it is sharded.
+        """
         if not isinstance(x, DTensor):
             return super().forward(x)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).type_as(
-            x
-        ) * self.weight
+        exact = wide(x)
+        scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
+        return (exact * scale).type_as(x) * self.weight

@@ -1,8 +1,8 @@
 """Parallelism of a decoder, applied from outside to the model on meta.
 
 The decoder has `tok_embeddings`, `norm` and `output` (None if a pipeline stage lacks them), `layers` by number, and
-`args`, its `ModelArgs`. Each block has `attention` and `feed_forward` of this folder. They say how
-ranks divide them: `tensor_parallel_styles`, `context_parallel_styles` and `compiled_methods`.
+`args`, its `ModelArgs`. Each block has an `attention` and a `feed_forward` module of this folder. Their methods
+`tensor_parallel_styles`, `context_parallel_styles` and `compiled_methods` say how ranks divide them.
 """
 
 from collections.abc import Collection
@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import (
 from trainer.families.decoder_tensors import hf_tensor
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
+from trainer.models.decay import Decay
 from trainer.models.decoder import Transformer
-from trainer.models.linear_attention import Decay
 from trainer.models.model_spec import ModelSpec
 from trainer.models.moe import ExpertBalance
 from trainer.models.tiles import compute_in_tiles, experts_in_tiles
@@ -49,12 +49,18 @@ from trainer.transforms.offload import apply_offload
 
 
 def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    """Apply all parallelism and all transforms of a job to a model on meta, or to a stage of it, in place."""
-    # Each step finds the modules as the steps before it left them.
+    """Apply all parallelism and all transforms of a job to a model on meta, or to a stage of it, in place.
+
+    Args:
+        model: The model or stage.
+        dims: The meshes of the run.
+        job: The resolved job.
+    """
+    # The order matters: each step works on the modules that the steps before it have changed.
     # 1. replaces linear modules, whose weights tensor parallelism then cuts
     apply_float8(model, job.config.float8, sharded=dims.size("dp_shard_cp") > 1)
     _tensor_parallel(model, dims, job)  # 2. cuts whole weights
-    # 3. adapters are cut as the weights beside them are
+    # 3. adapters are cut in the same way as their weights
     apply_lora(model, job.config.lora, job.config.training.seed)
     if dims.degrees.ep not in (None, 1):  # 4. replaces the forward of experts
         for experts in _experts(model).values():
@@ -66,13 +72,13 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     _chunked_loss(model, job)  # 6. replaces the forward of the output
     _tiles(model, job)  # 7. parts of the sequence, each computed with the modules so far
     apart = _compiled_apart(model, job)
-    # 8. recomputes whole blocks, or what is compiled of them
+    # 8. recomputes whole blocks, or their compiled methods
     _activation_checkpoint(model, job, apart)
     embedding = model.tok_embeddings if dims.size("tp") > 1 else None
-    # 9. compiles what is recomputed, too
+    # 9. compiles the recomputation, too
     apply_compile(model.layers, job.compilation, embedding=embedding, apart=apart)
-    _offload(model, dims, job)  # 10. inputs of the blocks as they run
-    _data_parallel(model, dims, job)  # 11. wraps the blocks as they are by now
+    _offload(model, dims, job)  # 10. keeps the inputs of the blocks in host memory
+    _data_parallel(model, dims, job)  # 11. wraps the final blocks
 
 
 def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
@@ -138,7 +144,10 @@ def _tiles(model: nn.Module, job: ResolvedJob) -> None:
 def _compiled_apart(
     model: nn.Module, job: ResolvedJob
 ) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return the blocks of which methods are compiled, in place of the block: those with experts, or with tiles."""
+    """Return the blocks that are not compiled as a whole, with the methods to compile.
+
+    These are the blocks with experts, or with tiles.
+    """
     if not job.compilation.model:
         return {}
     blocks = _experts(model) if job.mlp_tiles == 1 else model.layers.values()
@@ -167,7 +176,7 @@ def _offload(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
 
 
 def _data_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    # A tied matrix is used at both ends of the forward, so it stays gathered with the root's own parameters.
+    # The forward uses a tied matrix at both ends, so it stays gathered with the root's own parameters.
     tied = model.args.tie_embeddings
     in_order = [
         *([] if tied or model.tok_embeddings is None else [model.tok_embeddings]),
@@ -182,9 +191,13 @@ def _data_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> No
 
 
 def keep_stage(model: nn.Module, modules: Collection[str]) -> None:
-    """Remove all but the named modules from a whole model on meta; names of modules and parameters stay.
+    """Remove all modules except the named ones from a whole model on meta; names of modules and parameters stay.
 
     The forward then takes the previous stage's hidden states instead of tokens, and returns hidden states.
+
+    Args:
+        model: The whole model, changed in place.
+        modules: Names of the modules that stay, such as `layers.3`.
     """
     for name in ("tok_embeddings", "norm", "output"):
         if name not in modules:
@@ -203,4 +216,4 @@ SPEC = ModelSpec(
     state_dict_adapter=hf_tensor,
     observer=ExpertBalance,
 )
-"""What the trainer calls of a family that is the decoder of this folder with arguments of its own."""
+"""The spec of every family that is the decoder of this folder with its own arguments."""

@@ -1,4 +1,8 @@
-"""Rotary position embedding (arXiv 2104.09864), of adjacent pairs as in Meta's checkpoints, or of halves."""
+"""Rotary position embedding (arXiv 2104.09864), of adjacent pairs as in Meta's checkpoints, or of halves.
+
+adjacent pairs  (x0, x1) (x2, x3) ...            `apply_rope`
+halves          (x0, x_{D/2}) (x1, x_{D/2+1})    `apply_rope_to_halves`, as in Hugging Face's checkpoints
+"""
 
 import math
 from collections.abc import Callable
@@ -17,10 +21,14 @@ def rope_frequencies(
     unrotated: int = 0,
     longest: int = 0,
 ) -> torch.Tensor:
-    """Return the angle per position of each pair of a head: ((D + unrotated) / 2,) float64, on the CPU.
+    """Return the angle per position of each pair of a head: ((D + unrotated) / 2,), float64, on the CPU.
 
-    head_dim: D, channels of a head that are rotated; unrotated: those behind, whose angles are 0; longest: tokens of
-    the longest sequence that the model is for, by which LongRoPE chooses.
+    Args:
+        head_dim: D, the rotated channels of a head.
+        theta: Base of the frequencies.
+        scaling: Scaling for longer contexts. None without scaling.
+        unrotated: Channels after the rotated ones; their angles are 0.
+        longest: Tokens of the longest sequence that the model is for. LongRoPE chooses its factors by it.
     """
     return F.pad(_scaled_frequencies(head_dim, theta, scaling, longest), (0, unrotated // 2))
 
@@ -57,10 +65,13 @@ def _scaled_frequencies(
 
 
 def _yarn_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """Return the last pair that YaRN keeps and the first that it stretches wholly (arXiv 2309.00071, section 3.2)."""
+    """Return the last pair that YaRN keeps, and the first pair that it stretches wholly.
+
+    Follows arXiv 2309.00071, section 3.2.
+    """
 
     def pair(turns: float) -> float:
-        """Return the number, not whole, of the pair that makes so many turns within the original context."""
+        """Return the fractional number of the pair that makes `turns` turns within the original context."""
         return (
             head_dim
             * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi))
@@ -80,7 +91,15 @@ def _yarn_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[floa
 def precompute_freqs_cis(
     length: int, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return `freqs_cis_at` the positions 0 to length - 1, on the CPU: (length, D / 2, 2)."""
+    """Return `freqs_cis_at` for the positions 0 to length - 1, on the CPU: (length, D / 2, 2).
+
+    Args:
+        length: Number of positions.
+        head_dim: D, the channels of a head.
+        theta: Base of the frequencies.
+        scaling: Scaling for longer contexts. None without scaling.
+        dtype: Dtype of the result.
+    """
     return freqs_cis_at(
         torch.arange(length, device="cpu"),
         rope_frequencies(head_dim, theta, scaling),
@@ -97,11 +116,17 @@ def freqs_cis_at(
     *,
     unrotated: int = 0,
 ) -> torch.Tensor:
-    """Return cosine and sine of each position's angles, times the magnitude of the scaling: (..., D / 2, 2).
+    """Return cosine and sine of the angles of each position, times the magnitude of the scaling: (..., D / 2, 2).
 
-    positions: (...) int64; frequencies: (D / 2,) float64 of `rope_frequencies`; unrotated: the last channels of a head
-    that are not rotated, whose pairs have 1 and 0. Angles are float64: in float32 they are off by 3e-2 at a million
-    tokens. Two such tensors exist at a time, 64 MiB each for 131,072 positions and D = 128.
+    Angles are float64: in float32 they are off by 3e-2 at a million tokens. Two float64 tensors exist at a time, 64 MiB
+    each for 131,072 positions and D = 128.
+
+    Args:
+        positions: (...), int64.
+        frequencies: (D / 2,), float64, of `rope_frequencies`.
+        scaling: Has the magnitude. None without scaling.
+        dtype: Dtype of the result.
+        unrotated: Last channels of a head that are not rotated; their pairs have cosine 1 and sine 0.
     """
     magnitude = 1.0 if scaling is None else scaling.magnitude
     angles = positions.unsqueeze(-1) * frequencies
@@ -115,7 +140,15 @@ def freqs_cis_at(
 
 
 def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Rotate each adjacent pair of x: (B, S, H, D) by freqs_cis: (S, D / 2, 2) or, per row, (B, S, D / 2, 2)."""
+    """Rotate each adjacent pair of x.
+
+    Args:
+        x: (B, S, H, D).
+        freqs_cis: Cosines and sines, (S, D / 2, 2), or for each row (B, S, D / 2, 2).
+
+    Returns:
+        (B, S, H, D), with the dtype of x.
+    """
     if torch.compiler.is_compiling():  # inductor fuses products of real numbers only
         even, odd = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)).unbind(-1)
         cos, sin = _over_heads(freqs_cis)
@@ -128,14 +161,25 @@ def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
 
 
 def apply_rope_to_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (i, i + D / 2) of x, as in Hugging Face's checkpoints; shapes as in `apply_rope`."""
+    """Rotate the pairs (i, i + D / 2) of x, as in Hugging Face's checkpoints.
+
+    Args:
+        x: (B, S, H, D).
+        freqs_cis: As in `apply_rope`.
+
+    Returns:
+        (B, S, H, D), with the dtype of x.
+    """
     if torch.compiler.is_compiling():
         return _rotated_halves(x, freqs_cis).type_as(x)
     return _Rotation.apply(x, freqs_cis, _rotated_halves)
 
 
 def _rotated_pairs(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
-    """Return x, rotated by one complex product, which takes a third of the time, in the data type of the angles."""
+    """Return x rotated by one complex product, in the dtype of the angles.
+
+    It takes a third of the time of real products.
+    """
     pairs = torch.view_as_complex(x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.view_as_complex(freqs_cis.unsqueeze(-3))).flatten(
         -2
@@ -153,13 +197,13 @@ def _over_heads(freqs_cis: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 _PART = 1 << 27
-"""Elements that are rotated at a time, for which two copies in float32 take 1 GiB."""
+"""Elements that are rotated at a time. Two float32 copies of them take 1 GiB."""
 
 
 class _Rotation(torch.autograd.Function):
-    """A rotation in parts of the sequence, so that copies in the data type of the angles exist of one part.
+    """A rotation in parts of the sequence, so that a copy in the dtype of the angles exists for one part only.
 
-    It keeps the angles alone: the backward rotates by their negatives.
+    Only the angles are saved: the backward rotates by their negatives.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Short causal convolution of queries, keys and values, whose inner part context parallelism replaces."""
+"""Short causal convolution of queries, keys and values. Context parallelism replaces its inner part."""
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +21,25 @@ class InnerConvolution(Cached):
         positions: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: (B, S, C), weight: (C, 1, kernel) -> (B, S, C). It does not use the plan.
+        """Return the convolution, (B, S, C).
 
-        positions: (B, S), of each token in its document: tokens of other documents do not count.
+        Args:
+            x: (B, S, C).
+            weight: (C, 1, kernel).
+            positions: (B, S), position of each token in its document: tokens of other documents do not count.
+            plan: Not used; the planned convolution uses it.
         """
         rows = F.pad(x, (0, 0, weight.shape[2] - 1, 0))
         return convolved(rows, weight, positions, [(0, x.shape[1])])
 
 
 class Taps(Weights):
-    """(C, 1, kernel): the weights of some channels, as those of a depthwise nn.Conv1d."""
+    """Weights of a depthwise convolution, (C, 1, kernel), with the layout of a depthwise nn.Conv1d.
+
+    Args:
+        channels: C.
+        kernel: Tokens of the convolution.
+    """
 
     muon_matrices = ()
 
@@ -40,7 +49,13 @@ class Taps(Weights):
     def init_parameter(
         self, name: str, parameter: torch.Tensor, generator: torch.Generator
     ) -> None:
-        """Draw with the variance of nn.Conv1d."""
+        """Draw with the variance of nn.Conv1d.
+
+        Args:
+            name: Name of the parameter in this module.
+            parameter: (C, 1, kernel), filled in place.
+            generator: The source of random numbers.
+        """
         draw(parameter, generator, branches=3)
 
 
@@ -49,7 +64,12 @@ class ShortConvolution(nn.Module):
 
     This is Canon-B of Allen-Zhu (arXiv 2512.17351), residual and without an activation, close to the convolution of
     Primer (arXiv 2109.08668). Layers of state space models and linear attention have a convolution at the same place.
-    Channels are divided by tensor parallelism as heads are. One convolution of all channels makes one exchange.
+    Tensor parallelism divides channels as it divides heads. One convolution over all channels needs one exchange.
+
+    Args:
+        query_dim: Channels of the queries.
+        kv_dim: Channels of the keys, and of the values.
+        kernel: Tokens of the convolution.
     """
 
     def __init__(self, query_dim: int, kv_dim: int, kernel: int) -> None:
@@ -68,7 +88,15 @@ class ShortConvolution(nn.Module):
         positions: torch.Tensor | None = None,
         plan: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """q: (B, S, H * D); k, v: (B, S, K * D) -> the same shapes. positions: (B, S), of packed documents."""
+        """Return q, k and v with their convolutions added, in the same shapes.
+
+        Args:
+            q: (B, S, H * D).
+            k: (B, S, K * D).
+            v: (B, S, K * D).
+            positions: (B, S), positions within packed documents. None if documents are not masked.
+            plan: The handle of the open plan. None without context parallelism.
+        """
         x = torch.cat((q, k, v), -1)
         weight = torch.cat((self.q(), self.k(), self.v()))
         x = x + self.inner_convolution.run(x, weight, positions=positions, plan=plan)

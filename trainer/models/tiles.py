@@ -1,9 +1,9 @@
-"""What is computed for single positions, such as a feed-forward network, for a part of the sequence at a time.
+"""Computes a per-position module, for example a feed-forward network, for one part of the sequence at a time.
 
-The backward computes each part again before it, so that the inner activations of one part exist at a time. TiledMLP of
-ALST (arXiv 2506.13996) does so inside a checkpointed block, which computes the network three times. Here the input is
-saved by an operation of its own before the network: as it is the last tensor that the block saves, the block's
-recomputation ends there, and the network is computed as often as without parts.
+The backward computes each part again before the gradients of the part. So the inner activations of one part exist at a
+time. TiledMLP of ALST (arXiv 2506.13996) does so inside a checkpointed block, and so computes the network three times.
+Here a separate operation saves the input before the network. It is the last tensor that the block saves, so the
+block's recomputation ends there: the network is computed as often as without parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from longshard.sharding.forward import replace_forward
-from longshard.sharding.tensors import local_part
+from longshard.sharding.tensors import local_part, wide_type
 from trainer.config.errors import ConfigError
 from trainer.transforms.compile import rows_vary
 
@@ -29,11 +29,17 @@ def in_tiles(
     *,
     dim: int = 1,
 ) -> torch.Tensor:
-    """Return `compute(*inputs)`, a tensor shaped as the first input, computed in `tiles` parts of a dimension.
+    """Return `compute(*inputs)`, with the shape of the first input, computed in `tiles` parts of a dimension.
 
-    inputs: such as x of (B, S, dim); dim: that of the positions in each. modules: those that `compute` uses. A DTensor
-    is split within each rank, which must have equally many positions, so that collectives of the modules have the parts
-    of all ranks. Gradients of weights are summed over the parts in at least float32.
+    A DTensor is split within each rank. All ranks must have the same number of positions, so that collectives of the
+    modules join equal parts. Gradients of weights are summed over the parts in float32 or wider.
+
+    Args:
+        compute: The function.
+        inputs: For example x, (B, S, dim).
+        tiles: Number of parts.
+        modules: The modules that `compute` uses.
+        dim: The dimension of the positions in each input.
     """
     if tiles == 1:
         return compute(*inputs)
@@ -46,23 +52,35 @@ def in_tiles(
 
 
 def experts_in_tiles(experts: nn.Module, tiles: int) -> None:
-    """Let experts compute a part of the rows at a time; in place. Their forward is that of `Experts`.
+    """Let experts compute one part of the rows at a time; in place. Call it before FSDP wraps them.
 
-    Below FSDP's hooks, so that the experts' weights are gathered once for all parts.
+    FSDP's hooks then stay outside, so FSDP gathers the experts' weights once for all parts.
+
+    Args:
+        experts: A module with the forward of `Experts`.
+        tiles: Number of parts.
     """
     forward = experts.forward
     replace_forward(
         experts,
         "experts in parts",
-        lambda *inputs, beside: (
+        lambda *inputs, meanwhile: (
             in_tiles(lambda *part: forward(*part)[0], inputs, tiles, [experts], dim=0),
-            beside(),
+            meanwhile(),
         ),
     )
 
 
 def compute_in_tiles(block: nn.Module, tiles: int) -> None:
-    """Let a block compute its feed-forward network in parts; in place. ConfigError if it has no attribute `tiles`."""
+    """Let a block compute its feed-forward network in parts; in place.
+
+    Args:
+        block: The block.
+        tiles: Number of parts.
+
+    Raises:
+        ConfigError: The block has no attribute `tiles`.
+    """
     if not hasattr(block, "tiles"):
         raise ConfigError(
             f"activation_checkpoint.mlp_chunk_tokens needs a block that computes its network by in_tiles, and "
@@ -72,9 +90,9 @@ def compute_in_tiles(block: nn.Module, tiles: int) -> None:
 
 
 class _Save(torch.autograd.Function):
-    """Save tensors for a later operation, which takes them from this one's context.
+    """Save tensors for a later operation, which takes them from the context of this operation.
 
-    Its second input is a tensor that needs a gradient, because autograd saves nothing where no input does.
+    Its second input needs a gradient, because autograd saves nothing if no input needs one.
     """
 
     @staticmethod
@@ -93,7 +111,10 @@ class _Save(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """split: number of parts, dimension; count: how many of the tensors are inputs, the others being weights."""
+    """Computes the parts.
+
+    split: number of parts, dimension; count: the first `count` tensors are inputs, the others are weights.
+    """
 
     @staticmethod
     def forward(
@@ -122,38 +143,40 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         inputs = ctx.saved.saved_tensors
         trained = _trained(ctx.modules)
-        of_inputs = [torch.empty_like(x) if x.is_floating_point() else None for x in inputs]
-        given = [x for x in of_inputs if x is not None]
+        input_gradients = [
+            torch.empty_like(x) if x.is_floating_point() else None for x in inputs
+        ]
+        float_gradients = [x for x in input_gradients if x is not None]
         sums: list[torch.Tensor] = []
 
         def add(
-            grad: torch.Tensor, parts: Sequence[torch.Tensor], of_parts: Sequence[torch.Tensor]
+            grad: torch.Tensor,
+            parts: Sequence[torch.Tensor],
+            part_gradients: Sequence[torch.Tensor],
         ) -> None:
             parts = [x.detach().requires_grad_(x.is_floating_point()) for x in parts]
             _mark_uneven(parts, inputs[0], ctx.split)
             with torch.enable_grad():
                 out = ctx.compute(*parts)
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 out, [*(x for x in parts if x.requires_grad), *trained], grad
             )
-            for target, g in zip(of_parts, found, strict=False):
+            for target, g in zip(part_gradients, gradients, strict=False):
                 target.copy_(g)
-            of_trained = found[len(of_parts) :]
+            weight_gradients = gradients[len(part_gradients) :]
             if not sums:
-                sums.extend(
-                    g.to(torch.promote_types(g.dtype, torch.float32), copy=True)
-                    for g in of_trained
-                )
+                sums.extend(g.to(wide_type(g.dtype), copy=True) for g in weight_gradients)
             else:
-                for total, g in zip(sums, of_trained, strict=True):
+                for total, g in zip(sums, weight_gradients, strict=True):
                     total.add_(g)
 
         for part, *parts in zip(
-            *(x.tensor_split(*ctx.split) for x in (grad, *inputs, *given)), strict=True
+            *(x.tensor_split(*ctx.split) for x in (grad, *inputs, *float_gradients)),
+            strict=True,
         ):
             add(part, parts[: len(inputs)], parts[len(inputs) :])
         gradients = (total.to(p.dtype) for total, p in zip(sums, trained, strict=True))
-        return None, None, None, None, None, *of_inputs, *gradients
+        return None, None, None, None, None, *input_gradients, *gradients
 
 
 def _mark_uneven(

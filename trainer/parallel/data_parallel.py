@@ -40,12 +40,17 @@ class DataParallelOptions:
     """Whether to free the last unit after the forward too, although the backward needs it first."""
     cpu_offload: bool = False
     forward_prefetch: int = 0
-    """How many units to gather ahead of the running one; 0: one, which is FSDP's default."""
+    """Number of units to gather ahead of the running one; 0: FSDP's default, which is one."""
     zero_copy: bool = False
-    """Whether messages lie in memory of the process groups, where these have some."""
+    """Whether messages are in memory of the process groups, if the groups have some."""
 
     @classmethod
     def of(cls, job: ResolvedJob) -> "DataParallelOptions":
+        """Return the settings of a job.
+
+        Args:
+            job: The resolved job.
+        """
         config = job.config
         storage = getattr(torch, config.training.dtype)
         reduce = (
@@ -72,7 +77,7 @@ class InnerUnits:
     """Modules within units that are units of their own, with parameters on another mesh."""
 
     mesh: DeviceMesh
-    of_unit: Mapping[nn.Module, nn.Module]
+    by_unit: Mapping[nn.Module, nn.Module]
     placement: Callable[[nn.Parameter], Shard] | None = None
     """Which dimension of a parameter to shard; None: the first."""
     reduce_group: dist.ProcessGroup | None = None
@@ -102,15 +107,16 @@ def apply_data_parallel(
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
-    The model is not changed where there is nothing to shard, to cast or to offload. But plain parameters beside
-    tensor-parallel ones are wrapped over one rank too, because the optimizer takes one kind only.
+    If there is nothing to shard, to cast or to offload, the model is not changed. But if it has both plain and
+    tensor-parallel parameters, plain parameters are wrapped over one rank too, because the optimizer takes one kind
+    only.
 
     Args:
         model: The whole model, or the stage of this rank.
         units: The modules whose parameters are gathered together.
         mesh: The ranks that shard, or (replicate, shard).
         options: Data types, memory and prefetching.
-        reduce_group: The ranks that shard, for reduce-scatter alone; None: the group of the mesh.
+        reduce_group: The ranks that shard, for reduce-scatter alone. None: the group of the mesh.
     """
     inner = units.inner
     is_sharded = mesh.size() > 1 or (inner is not None and inner.mesh.size() > 1)
@@ -124,7 +130,7 @@ def apply_data_parallel(
         if next(module.parameters()).dtype != options.param_dtype:
             fully_shard(module, **settings | uncast)
     if inner is not None:
-        for unit in inner.of_unit.values():
+        for unit in inner.by_unit.values():
             own = settings | {"mesh": inner.mesh, "shard_placement_fn": inner.placement}
             fully_shard(unit, reshard_after_forward=_frees(inner.mesh, options), **own)
     reshard = dict.fromkeys(units.in_order, _frees(mesh, options))
@@ -134,7 +140,7 @@ def apply_data_parallel(
         fully_shard(unit, reshard_after_forward=after_forward, **settings)
     fully_shard(model, **settings)
     if inner is not None:
-        # Each gathers the next one at least: a host that waits for the routing of tokens is not ahead of the device.
+        # Each unit gathers at least the next one: a host that waits for the routing does not run ahead of the device.
         ahead = max(2 * options.forward_prefetch, 1)
         options = replace(options, forward_prefetch=ahead)
     _prefetch(_order(reshard, inner), options, last_is_apart=units.last is not None)
@@ -148,7 +154,7 @@ def _settings(mesh: DeviceMesh, options: DataParallelOptions) -> dict[str, Any]:
         offload = CPUOffloadPolicy(torch.cuda.is_available())
     return {
         "mesh": mesh,
-        # Inputs keep their dtype: rotary tables stay float32 beside bfloat16 activations.
+        # Inputs keep their dtype: rotary tables stay float32, while activations are bfloat16.
         "mp_policy": MixedPrecisionPolicy(
             options.param_dtype, options.reduce_dtype, cast_forward_inputs=False
         ),
@@ -163,8 +169,8 @@ def _set_reductions(
     inner: InnerUnits | None,
     options: DataParallelOptions,
 ) -> None:
-    """Let all units sum gradients, the inner ones over their own mesh, and choose their communicators."""
-    inner_units = set() if inner is None else {*inner.of_unit.values()}
+    """Let all units sum gradients, the inner units over their own mesh, and choose their communicators."""
+    inner_units = set() if inner is None else {*inner.by_unit.values()}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             over, group = (
@@ -184,7 +190,7 @@ def _set_reductions(
 
 
 def _needs_fsdp(model: nn.Module, options: DataParallelOptions) -> bool:
-    """Return whether one rank wraps its parameters too: to cast or offload them, or as they are of two kinds."""
+    """Return whether one rank wraps its parameters too: to cast or offload them, or because they are of two kinds."""
     kinds = {isinstance(parameter, DTensor) for parameter in model.parameters()}
     casts = next(model.parameters()).dtype != options.param_dtype
     return casts or options.cpu_offload or len(kinds) > 1
@@ -194,15 +200,15 @@ def _order(reshard: Iterable[nn.Module], inner: InnerUnits | None) -> list[nn.Mo
     """Return the units in the order in which they are gathered: each outer unit before its inner one."""
     if inner is None:
         return [*reshard]
-    pairs = ((unit, inner.of_unit.get(unit)) for unit in reshard)
+    pairs = ((unit, inner.by_unit.get(unit)) for unit in reshard)
     return [module for pair in pairs for module in pair if module is not None]
 
 
 def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
     """Return whether units are freed after the forward.
 
-    A single rank would only cast its weights again for the backward, so that its units are not freed. Weights on the
-    host are: there memory is short on the device.
+    A single rank would only cast its weights again for the backward, so its units are not freed. If the weights are on
+    the host, units are freed: then memory is short on the device.
     """
     return options.reshard_after_forward and (
         options.cpu_offload or mesh.size(mesh.ndim - 1) > 1
@@ -211,12 +217,17 @@ def _frees(mesh: DeviceMesh, options: DataParallelOptions) -> bool:
 
 @dataclass(frozen=True)
 class OverGroup:
-    """A collective of FSDP over a given group, with buffers in the group's memory if `zero_copy`, where it has some.
+    """A collective of FSDP over a given group. With `zero_copy` its buffers are in the group's memory, if it has some.
 
-    Reduce-scatters have a group of their own, so that they run beside the all-gathers of the backward: both share a
-    communicator by default, and NCCL runs its operations one after another. FSDP has the same as
-    `set_separate_reduce_scatter_group` from torch 2.13 on; but each call of that splits NCCL's group of all ranks, so
-    that pipeline stages with and without experts would wait for each other.
+    Reduce-scatters have a group of their own, so that they overlap the all-gathers of the backward. By default both
+    share a communicator, and NCCL runs its operations one after another. From torch 2.13 on, FSDP has
+    `set_separate_reduce_scatter_group` for this. But each call of it splits NCCL's group of all ranks, so pipeline
+    stages with and without experts would wait for each other.
+
+    Attributes:
+        collective: The function to call.
+        group: The group of the collective.
+        zero_copy: Allocate buffers in the group's memory.
     """
 
     collective: Callable[..., dist.Work | None]
@@ -226,11 +237,21 @@ class OverGroup:
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Return an uninitialised buffer."""
-        of_group = (
+        """Return an uninitialised buffer.
+
+        Args:
+            size: Shape of the buffer.
+            dtype: Dtype of the buffer.
+            device: Device of the buffer.
+        """
+        group_buffer = (
             allocate(self.group, size, dtype=dtype, device=device) if self.zero_copy else None
         )
-        return torch.empty(*size, dtype=dtype, device=device) if of_group is None else of_group
+        return (
+            torch.empty(*size, dtype=dtype, device=device)
+            if group_buffer is None
+            else group_buffer
+        )
 
     def __call__(
         self,
@@ -239,7 +260,7 @@ class OverGroup:
         group: dist.ProcessGroup,
         **settings: Any,
     ) -> dist.Work | None:
-        """Run the collective, with FSDP's `async_op` and `op`, over this group in place of `group`."""
+        """Run the collective over this group instead of `group`, with FSDP's `async_op` and `op`."""
         return self.collective(output_tensor, input_tensor, group=self.group, **settings)
 
 
@@ -248,8 +269,8 @@ def _prefetch(
 ) -> None:
     """Set which units each unit prefetches while it runs.
 
-    last_is_apart: the last unit runs after the model's forward. There FSDP waits for all layers before it gathers, so
-    that the unit before always gathers it.
+    last_is_apart: the last unit runs after the model's forward. FSDP gathers it only after all layers are done, so the
+    unit before it always prefetches it.
     """
     for i, unit in enumerate(units):
         ahead = max(options.forward_prefetch, int(last_is_apart and i == len(units) - 2))
@@ -258,28 +279,43 @@ def _prefetch(
 
 
 def sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """Reduce gradients by plain sums. Both calls are needed, because gloo has no pre-multiplied sum."""
-    # FSDP of one rank would divide by it, which is a pass over the gradients
+    """Reduce gradients by plain sums. Both calls are needed, because gloo has no pre-multiplied sum.
+
+    Args:
+        module: An FSDP module.
+        mesh: Its mesh.
+    """
+    # with one rank FSDP would divide by the factor, which is a pass over the gradients
     if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
 def reduce_across_replicas(model: nn.Module, now: bool) -> None:
-    """Set whether the next backward sums gradients over dp_replicate too; the last micro-batch of a step must."""
+    """Set whether the next backward sums gradients over dp_replicate too; the last micro-batch of a step must.
+
+    Args:
+        model: The model part.
+        now: Whether to sum.
+    """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(now)
 
 
 class _Held:
-    """A tensor in an object in which FSDP finds none."""
+    """A tensor in an object, so that FSDP does not find it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 def keep_on_host(model: nn.Module, *names: str) -> None:
-    """Hide these arguments, given by name, from FSDP's hooks of `model`. Call it after `fully_shard`."""
+    """Hide arguments from FSDP's hooks of `model`. Call it after `fully_shard`.
+
+    Args:
+        model: The model.
+        *names: Names of the arguments.
+    """
 
     def hide(
         _module: nn.Module, args: tuple, kwargs: dict[str, Any]

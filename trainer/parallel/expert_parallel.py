@@ -5,18 +5,18 @@
     tokens of rank 1 choose (2 0)                   gets it                      keeps it
 
 A token is sent once to a rank, however many of its experts are there, with its weights and the numbers of its experts.
-One weighted sum comes back. The backward sends gradients on the same ways, and adds those of a token at its owner.
+One weighted sum comes back. The backward sends gradients on the same ways, and adds a token's gradients at its owner.
 
-What needs no exchange, an expert that all tokens share, is computed while tokens are sent, and its backward while their
-gradients come back:
+The expert that all tokens share needs no exchange. It is computed while tokens are sent, and its backward runs while
+their gradients come back:
 
     forward    start dispatch | shared expert | wait, experts, combine
     backward   start dispatch | shared expert | wait        after the backward of combine and experts
 
-Autograd runs nodes that are ready from the last of the forward to the first, and so in this order.
+Autograd runs ready nodes from the last of the forward to the first, and so in this order.
 
-Only routing knows how many rows are sent. Each forward gathers a small table of counts over the ranks, and the host
-reads it: once a layer and forward (again where the layer is recomputed). The backward uses the same counts.
+Only the routing knows how many rows are sent. Each forward gathers a small table of counts over the ranks, and the host
+reads it: once per layer and forward (again if the layer is recomputed). The backward uses the same counts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,15 +41,15 @@ from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.tensor_parallel import shard_rows
 
 Tensors = Sequence[torch.Tensor]
-Beside = Callable[[], torch.Tensor | None]
+Meanwhile = Callable[[], torch.Tensor | None]
 Sums = tuple[torch.Tensor, torch.Tensor | None]
-"""Weighted sums of experts, and what was computed beside."""
+"""Weighted sums of experts, and the result of `meanwhile`."""
 
 
 class ExpertParallel(ParallelStyle):
     """Style that divides stacked experts over a 1-D mesh, whose size divides their number.
 
-    The module's parameters have a row for each expert, and its forward is `(x, chosen, weights, beside=...)`, see
+    The module's parameters have a row for each expert, and its forward is `(x, chosen, weights, meanwhile=...)`, see
     `dispatched_sums`. It has a `Routing` as `routing`, and for parameters of some of the experts
     `sums(parameters, x, chosen, weights, sizes=...)`.
     """
@@ -58,14 +58,14 @@ class ExpertParallel(ParallelStyle):
         group = device_mesh.get_group()
 
         def forward(
-            self: nn.Module, *tokens: torch.Tensor, beside: Beside = lambda: None
+            self: nn.Module, *tokens: torch.Tensor, meanwhile: Meanwhile = lambda: None
         ) -> Sums:
             parameters = {
                 name: w.to_local() for name, w in self.named_parameters(recurse=False)
             }
             experts = len(next(iter(parameters.values())))
             plan = self.routing.plan(tokens[1], experts, group)
-            return dispatched_sums(*tokens, partial(self.sums, parameters), plan, beside)
+            return dispatched_sums(*tokens, partial(self.sums, parameters), plan, meanwhile)
 
         replace_forward(module, "expert parallelism", MethodType(forward, module))
         return distribute_module(module, device_mesh, shard_rows)
@@ -74,10 +74,14 @@ class ExpertParallel(ParallelStyle):
 def expert_units(
     experts: Mapping[nn.Module, nn.Module], dims: ParallelDims
 ) -> InnerUnits | None:
-    """Return how FSDP shards experts, over all ranks that have tokens for them; None if there are none.
+    """Return how FSDP shards experts, over all ranks that have tokens for them. None without expert parallelism.
 
-    experts: block -> its experts. The experts of a rank are divided among its `efsdp` ranks, or each one's rows are,
-    where their number cannot be divided.
+    The `efsdp` ranks divide the experts of a rank. If the number of experts cannot be divided, they divide the rows of
+    each expert.
+
+    Args:
+        experts: Block -> its experts.
+        dims: The meshes of the run.
     """
     if dims.degrees.ep is None:
         return None
@@ -99,17 +103,26 @@ def dispatched_sums(
     weights: torch.Tensor,
     sums: Callable[..., torch.Tensor],
     plan: "DispatchPlan",
-    beside: Beside = lambda: None,
+    meanwhile: Meanwhile = lambda: None,
 ) -> Sums:
-    """Return the weighted sums of the experts of all ranks for this rank's tokens, (N, dim); a collective.
+    """Return the weighted sums of the experts of all ranks for this rank's tokens, (N, dim). A collective.
 
-    x: (N, dim); chosen: (N, k) int64; weights: (N, k). sums: (x, chosen, weights, *, sizes) -> those of this rank's
-    experts; plan: of `chosen`, see `Routing`. A rank may have no token.
-    beside: what is computed while tokens are sent; it is called once, on every rank.
+    A rank may have no token.
+
+    Args:
+        x: (N, dim).
+        chosen: (N, k), int64.
+        weights: (N, k).
+        sums: (x, chosen, weights, *, sizes) -> the sums of this rank's experts.
+        plan: The plan of `chosen`, see `Routing`.
+        meanwhile: Called once, on every rank, while tokens are sent.
+
+    Returns:
+        The sums, (N, dim), and the result of `meanwhile`.
     """
     flight = []
     arriving = _StartDispatch.apply(x, weights, chosen, plan, flight)
-    other = beside()
+    other = meanwhile()
     rows, row_weights, numbers = _Arrived.apply(*arriving, plan, flight)
     return _combined(sums(rows, numbers, row_weights, sizes=plan.pairs), plan), other
 
@@ -118,30 +131,35 @@ def dispatched_sums(
 class DispatchPlan:
     """Which tokens of this rank are sent where, and what arrives. A rank counts as its own peer.
 
-    tokens: of this rank; places: (T,), tokens in the order of the ranks to which they go; peers: (T,), these ranks.
+    Attributes:
+        tokens: Number of tokens of this rank.
+        places: Tokens in the order of the ranks that they are sent to, (T,).
+        peers: These ranks, (T,).
     """
 
     tokens: int
     places: torch.Tensor
     peers: torch.Tensor
     sent: tuple[int, ...]
-    """Tokens that go to each rank, as `received`."""
+    """Number of tokens that are sent to each rank."""
     received: tuple[int, ...]
     pairs: tuple[int, ...]
-    """For each expert of this rank, how many tokens have chosen it."""
+    """Number of tokens that have chosen each expert of this rank."""
     group: dist.ProcessGroup
 
 
 class Routing:
-    """What the host reads of a routing: how many tokens have chosen which experts. A trace has one without values."""
+    """Reads on the host how many tokens have chosen which experts. A trace has a routing without values."""
 
     def plan(
         self, chosen: torch.Tensor, experts: int, group: dist.ProcessGroup
     ) -> DispatchPlan:
-        """Return the plan of one forward; a collective, and one reading by the host.
+        """Return the plan of one forward. A collective, and one reading by the host.
 
-        chosen: (N, k) int64, this rank's choices; experts: number of experts E of each rank. Expert i of all is number
-        i % E of rank i // E.
+        Args:
+            chosen: This rank's choices, (N, k), int64. Expert i of all experts is number i % E of rank i // E.
+            experts: E, the number of experts of each rank.
+            group: The ranks that divide the experts.
         """
         ranks = group.size()
         own = group.rank()
@@ -168,7 +186,12 @@ class Routing:
         )
 
     def pairs(self, owner: torch.Tensor, experts: int) -> list[int]:
-        """Return how many pairs each expert has, which the host waits for. owner: (pairs,), the expert of each."""
+        """Return how many pairs each expert has; the host waits for it.
+
+        Args:
+            owner: The expert of each pair, (pairs,).
+            experts: Number of experts.
+        """
         return owner.bincount(minlength=experts).tolist()
 
 
@@ -176,9 +199,9 @@ ROUTING = Routing()
 
 
 class _StartDispatch(torch.autograd.Function):
-    """Tokens -> rows at the experts of this rank, which `_Arrived` waits for. A rank without tokens or rows joins too.
+    """Tokens -> rows at the experts of this rank; `_Arrived` waits for them. A rank without tokens or rows joins too.
 
-    flight: a list with the exchange that has started, of the forward or of the backward.
+    flight: a list with the started exchange, of the forward or of the backward.
     """
 
     @staticmethod
@@ -188,12 +211,13 @@ class _StartDispatch(torch.autograd.Function):
         numbers = numbers.masked_fill((numbers < 0) | (numbers >= experts), experts).to(
             torch.int32
         )
-        ctx.plan, ctx.flight = plan, flight
+        ctx.plan = plan
+        ctx.flight = flight
         parts = [x[plan.places], weights[plan.places], numbers]
         arriving, pending = _start_exchange(parts, plan, "expert_dispatch")
         flight.append(pending)
         ctx.mark_non_differentiable(arriving[2])
-        ctx.set_materialize_grads(False)  # those that come are not read
+        ctx.set_materialize_grads(False)  # the backward does not read the incoming gradients
         return tuple(arriving)
 
     @staticmethod
@@ -214,7 +238,8 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, weights, numbers, plan, flight):
-        ctx.plan, ctx.flight = plan, flight
+        ctx.plan = plan
+        ctx.flight = flight
         flight.pop().wait()
         numbers = numbers.long()
         ctx.mark_non_differentiable(numbers)
@@ -225,11 +250,17 @@ class _Arrived(torch.autograd.Function):
     def backward(ctx, drows, dweights, _dnumbers):
         kind = "expert_dispatch_backward"
         ctx.flight.append(_start_exchange([drows, dweights], ctx.plan, kind, back=True))
-        return drows, dweights, None, None, None  # for autograd; those of the tokens are sent
+        return (
+            drows,
+            dweights,
+            None,
+            None,
+            None,
+        )  # for autograd alone; the exchange sends the tokens' gradients
 
 
 def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
-    """Return the sums of this rank's tokens from those at the experts of all ranks."""
+    """Return the sums of this rank's tokens from the sums at the experts of all ranks."""
 
     def combine(sums: torch.Tensor) -> torch.Tensor:
         (arrived,), pending = _start_exchange([sums], plan, "expert_combine", back=True)
@@ -248,9 +279,9 @@ def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
 def _start_exchange(
     tensors: Tensors, plan: DispatchPlan, kind: str, *, back: bool = False
 ) -> tuple[list[torch.Tensor], Pending]:
-    """Start sending rows of several tensors (T, C) side by side, as bytes; return views of what arrives, and a handle.
+    """Start sending rows of several tensors, (T, C) each, side by side, as bytes.
 
-    back: from the experts to the ranks of the tokens.
+    Returns views of the arriving rows, and a handle. back: from the experts to the ranks of the tokens.
     """
     places = []
     width = 0
@@ -262,7 +293,7 @@ def _start_exchange(
     for x, place in zip(tensors, places, strict=True):
         message[:, place].view(x.dtype).copy_(x)
     counts = (plan.received, plan.sent) if back else (plan.sent, plan.received)
-    sizes = ([rows * width for rows in of_ranks] for of_ranks in counts)
+    sizes = ([rows * width for rows in rank_rows] for rank_rows in counts)
     arrived, pending = all_to_all(message.view(-1), *sizes, plan.group, kind=kind)
     rows = arrived.view(-1, width)
     return [

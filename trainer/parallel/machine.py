@@ -1,4 +1,4 @@
-"""The machine of a rank, as a job sees it beside PyTorch's tensors and groups."""
+"""The machine of a rank, as a job sees it, apart from PyTorch's tensors and groups."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,21 +11,28 @@ from trainer.runtime.host_memory import page_locked_like, system_memory_like
 
 
 class Machine:
-    """Regions of time, host memory, and kernels of GPUs. `lct estimate` has a machine that is not there."""
+    """Regions of time, host memory, and kernels of GPUs. `lct estimate` replaces it by a simulated machine."""
 
     gpu: GpuKernels = GPU_KERNELS
 
     def region(self, name: str) -> AbstractContextManager[Any]:
-        """Enter a part of the step, which has its name in profiles."""
+        """Return a context for a part of the step, which has this name in profiles.
+
+        Args:
+            name: The name in profiles.
+        """
         return record_function(name)
 
     def host_like(self, tensor: torch.Tensor, device_type: str, key: str) -> torch.Tensor:
-        """Return host memory for a tensor, page-locked for a GPU, without which copies do not overlap.
+        """Return host memory for a tensor. For a GPU it is page-locked; otherwise copies would not overlap.
 
-        key: the setting that asks for the memory, for the message.
+        Args:
+            tensor: A tensor of any shape.
+            device_type: The device type of the job.
+            key: The setting that asks for the memory, for the message.
 
         Raises:
-            MemoryError: the system does not lock so much.
+            MemoryError: The system does not lock this amount of memory.
         """
         if device_type != "cuda":
             return system_memory_like(tensor)

@@ -1,13 +1,13 @@
-"""Whole matrices at one rank each, from shards on many: what is computed of a matrix runs once in the whole job.
+"""Gathers each matrix whole at one rank, so that a computation on whole matrices runs once in the whole job.
 
     4 ranks have rows of the matrices A B C D E         rank 0 owns A E, rank 1 B, rank 2 C, rank 3 D
     all-to-all: rows to the owners                      rank 0 has all rows of A and E
-    something is computed of the whole matrices
-    all-to-all: rows of the results to who has them     replicas, too
+    the owner computes on its whole matrices
+    all-to-all: rows of the results to their ranks      replicas, too
 
-Matrices of one shape are dealt in turn over the ranks that share them. One that lies on one rank, as that of an expert
-does, stays there. The plan follows from meshes and placements alone, so that every rank knows it and nothing is agreed.
-Shards may be uneven, empty, cut along rows and columns, and repeated.
+The ranks that share matrices of one shape own them in turn. A matrix on one rank, for example of an expert, stays
+there. The plan follows from meshes and placements alone, so every rank knows it without communication. Shards may be
+uneven, empty, cut along rows and columns, and repeated.
 """
 
 from bisect import bisect_left
@@ -32,7 +32,7 @@ AT_ONCE = 2**25
 
 @dataclass(frozen=True)
 class Box:
-    """What a rank has of a parameter: rows, with all dimensions but the last made one, and columns."""
+    """The part of a parameter on a rank: rows, where all dimensions except the last are rows, and columns."""
 
     rows: Ranges
     columns: Range
@@ -46,8 +46,8 @@ Boxes = Mapping[Box, tuple[int, ...]]
 class Piece:
     """A box's part of a matrix.
 
-    places: (rows of the matrix, the same rows of the shard); columns: columns of the matrix, all columns of the shard;
-    ranks: all ranks that have the part, in order.
+    places: pairs (rows of the matrix, the same rows of the shard); columns: columns of the matrix, all columns of the
+    shard; ranks: all ranks that have the part, in order.
     """
 
     places: tuple[tuple[Range, Range], ...]
@@ -69,7 +69,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Matrix:
-    """parameter: its number; rows, columns: of the matrix; owner: a rank."""
+    """parameter: its number; rows, columns: sizes of the matrix; owner: a rank."""
 
     parameter: int
     rows: int
@@ -78,7 +78,11 @@ class Matrix:
     owner: int
 
     def sender(self, piece: Piece) -> int:
-        """Return which of the ranks that have a piece sends it: the one whose number is nearest to the owner's."""
+        """Return the rank that sends a piece: of all ranks that have it, the nearest to the owner by number.
+
+        Args:
+            piece: A piece of this matrix.
+        """
         place = bisect_left(piece.ranks, self.owner)
         return min(
             piece.ranks[max(place - 1, 0) : place + 1], key=lambda rank: abs(rank - self.owner)
@@ -91,17 +95,17 @@ Round = tuple[Matrix, ...]
 
 @dataclass(frozen=True)
 class RankRound:
-    """What one rank does in a round, found once.
+    """The work of one rank in a round, computed once.
 
-    rows, columns: of each matrix; owned: what this rank owns; mine: what it has of all; sources, homes: ranks from
-    which pieces come to owners, with the number of the matrix among `owned`, and from which results come back; gathers,
-    returns: whether some rank of the group sends anything to another one, there and back.
+    rows, columns: sizes of each matrix; owned: matrices of this rank; local: its pieces of all matrices; sources: rank
+    that sends pieces to this owner -> (number among `owned`, piece); homes: rank that returns results -> pieces;
+    gathers, returns: whether any rank of the group sends something to another rank, to the owners and back.
     """
 
     rows: int
     columns: int
     owned: Sequence[Matrix]
-    mine: Sequence[tuple[Matrix, Piece]]
+    local: Sequence[tuple[Matrix, Piece]]
     sources: Mapping[int, list[tuple[int, Piece]]]
     homes: Mapping[int, list[tuple[Matrix, Piece]]]
     gathers: bool
@@ -109,39 +113,51 @@ class RankRound:
 
     @classmethod
     def of(cls, matrices: Round, rank: int, known: dict[int, tuple[Piece, ...]]) -> "RankRound":
-        """known: pieces that layers share, by identity -> those of this rank."""
+        """Return the work of a rank.
+
+        Args:
+            matrices: The matrices of the round.
+            rank: The rank.
+            known: Cache, id of a layer's pieces -> this rank's pieces.
+        """
         for matrix in matrices:
             if id(matrix.pieces) not in known:
                 known[id(matrix.pieces)] = tuple(
                     piece for piece in matrix.pieces if rank in piece.ranks
                 )
         owned = [matrix for matrix in matrices if matrix.owner == rank]
-        mine = [(matrix, piece) for matrix in matrices for piece in known[id(matrix.pieces)]]
+        local = [(matrix, piece) for matrix in matrices for piece in known[id(matrix.pieces)]]
         sources: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
         for place, matrix in enumerate(owned):
             for piece in matrix.pieces:
                 sources[matrix.sender(piece)].append((place, piece))
         homes: dict[int, list[tuple[Matrix, Piece]]] = defaultdict(list)
-        for matrix, piece in mine:
+        for matrix, piece in local:
             homes[matrix.owner].append((matrix, piece))
-        gathers = any(
-            matrix.sender(piece) != matrix.owner
-            for matrix in matrices
-            for piece in matrix.pieces
-        )
-        returns = any(
-            piece.ranks != (matrix.owner,) for matrix in matrices for piece in matrix.pieces
-        )
+        pairs = [(matrix, piece) for matrix in matrices for piece in matrix.pieces]
+        gathers = any(matrix.sender(piece) != matrix.owner for matrix, piece in pairs)
+        returns = any(piece.ranks != (matrix.owner,) for matrix, piece in pairs)
         return cls(
-            matrices[0].rows, matrices[0].columns, owned, mine, sources, homes, gathers, returns
+            matrices[0].rows,
+            matrices[0].columns,
+            owned,
+            local,
+            sources,
+            homes,
+            gathers,
+            returns,
         )
 
 
 class Owners:
     """Sends rows of matrices to their owners, and rows of results back.
 
-    parameters: each with the rows of its matrices, as of `matrices_of`, alike on every rank; group: the ranks that
-    share them; dtype, device: of messages and whole matrices.
+    Args:
+        parameters: Parameters, (..., columns), with the rows of their matrices, see `matrices_of`; the same on every
+            rank.
+        group: The ranks that share them.
+        dtype: Dtype of messages and whole matrices.
+        device: Device of messages and whole matrices.
     """
 
     def __init__(
@@ -162,18 +178,22 @@ class Owners:
         self.rounds = [
             RankRound.of(matrices, self._rank, pieces) for matrices in rounds_of(split)
         ]
-        """As many, and with the same matrices, on every rank."""
+        """The same number of rounds, with the same matrices, on every rank."""
 
     def gather(
         self, this: RankRound, part: Callable[[int, Range], torch.Tensor]
     ) -> Callable[[], torch.Tensor]:
-        """Start sending this rank's pieces of matrices to their owners; a collective.
+        """Start sending this rank's pieces of matrices to their owners. A collective.
 
-        part: (number of a parameter, rows of its shard) -> their values. Return what waits and returns the matrices
-        that this rank owns: (number, rows, columns).
+        Args:
+            this: The round.
+            part: (number of a parameter, rows of its shard) -> their values.
+
+        Returns:
+            A function that waits, and returns the matrices that this rank owns, (number, rows, columns).
         """
         sent: dict[int, list[torch.Tensor]] = defaultdict(list)
-        for matrix, piece in this.mine:
+        for matrix, piece in this.local:
             if matrix.sender(piece) == self._rank:
                 sent[matrix.owner] += [
                     part(matrix.parameter, rows).flatten() for _, rows in piece.places
@@ -194,10 +214,14 @@ class Owners:
     def give_back(
         self, this: RankRound, results: torch.Tensor
     ) -> Callable[[], Iterator[tuple[Matrix, Range, torch.Tensor]]]:
-        """Start sending results to the ranks that have the rows, replicas too; a collective.
+        """Start sending results to all ranks that have the rows, also replicas. A collective.
 
-        results: (number, rows, columns) of the matrices that this rank owns. Return what waits and yields this rank's
-        part, by blocks: (matrix, rows of its parameter's shard, their values).
+        Args:
+            this: The round.
+            results: Results of the matrices that this rank owns, (number, rows, columns).
+
+        Returns:
+            A function that waits, and yields this rank's blocks: (matrix, rows of its parameter's shard, their values).
         """
         sent: dict[int, list[torch.Tensor]] = defaultdict(list)
         for result, matrix in zip(results, this.owned, strict=True):
@@ -225,9 +249,9 @@ class Owners:
         arriving: Mapping[int, list[tuple[Any, Piece]]],
         moves: bool,
     ) -> Callable[[], Iterator[torch.Tensor]]:
-        """Start the exchange of blocks by rank. Return what waits, and yields those that arrived, by rank.
+        """Start the exchange of blocks by rank. The result waits, and yields the arrived blocks, by rank.
 
-        moves: whether some rank of the group sends something to another one; it is the same on every rank.
+        moves: whether any rank of the group sends something to another rank; it is the same on every rank.
         """
         blocks = [block for rank in sorted(sent) for block in sent[rank]]
         received = torch.cat(
@@ -235,14 +259,9 @@ class Owners:
         )
         pending = Pending()
         if moves:
-            sizes = [
-                sum(block.numel() for block in sent.get(rank, ()))
-                for rank in range(self._group.size())
-            ]
-            wanted = [
-                sum(piece.elements for _, piece in arriving.get(rank, ()))
-                for rank in range(self._group.size())
-            ]
+            ranks = range(self._group.size())
+            sizes = [sum(block.numel() for block in sent.get(r, ())) for r in ranks]
+            wanted = [sum(piece.elements for _, piece in arriving.get(r, ())) for r in ranks]
             received, pending = all_to_all(received, sizes, wanted, self._group, kind="owners")
 
         def wait() -> Iterator[torch.Tensor]:
@@ -262,7 +281,8 @@ class Owners:
 def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> list[Round]:
     """Return all matrices with their owners, by shape, largest first, in rounds of about `AT_ONCE` elements an owner.
 
-    parameters: of each its boxes, its columns, and the rows of its matrices.
+    Args:
+        parameters: For each parameter its boxes, its columns, and the rows of its matrices.
     """
     known: dict[Hashable, tuple[Piece, ...]] = {}
     shapes: dict[
@@ -277,14 +297,14 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
             shape = sum(stop - start for start, stop in rows), columns
             shapes.setdefault(shape, {}).setdefault(sharing, []).append((number, pieces))
     rounds = []
-    dealt = defaultdict(int)
+    turn_of = defaultdict(int)
     for shape in sorted(shapes, key=lambda sizes: -sizes[0] * sizes[1]):
         each = max(1, AT_ONCE // (shape[0] * shape[1]))
         turns: dict[int, list[Matrix]] = defaultdict(list)
         for sharing, matrices in shapes[shape].items():
             for place, (number, pieces) in enumerate(matrices):
-                owner = sharing[dealt[sharing] % len(sharing)]
-                dealt[sharing] += 1
+                owner = sharing[turn_of[sharing] % len(sharing)]
+                turn_of[sharing] += 1
                 turns[place // (each * len(sharing))].append(
                     Matrix(number, *shape, pieces, owner)
                 )
@@ -308,10 +328,10 @@ def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
 def _boxes(
     parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxes]
 ) -> Boxes:
-    """Return what each of the ranks, by its number among them, has of a parameter.
+    """Return the part of a parameter on each of the ranks, by its number among them.
 
     Raises:
-        ValueError: the parameter is on other ranks.
+        ValueError: The parameter is on other ranks.
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -329,15 +349,19 @@ def _boxes(
                 f"a parameter lies on the ranks {grid}, and its owners are to be among {list(ranks)}"
             )
         numbers = {rank: number for number, rank in enumerate(ranks)}
-        found: dict[Box, list[int]] = defaultdict(list)
+        box_ranks: dict[Box, list[int]] = defaultdict(list)
         for coordinate, rank in zip(product(*map(range, mesh_shape)), grid, strict=True):
-            found[_box(shape, mesh_shape, coordinate, placements)].append(numbers[rank])
-        known[key] = {box: tuple(sorted(numbers)) for box, numbers in found.items()}
+            box_ranks[_box(shape, mesh_shape, coordinate, placements)].append(numbers[rank])
+        known[key] = {box: tuple(sorted(numbers)) for box, numbers in box_ranks.items()}
     return known[key]
 
 
 def rows_here(parameter: torch.Tensor) -> Ranges:
-    """Return the rows of a parameter of one or two dimensions that this rank has, in order."""
+    """Return the rows of a parameter that this rank has, in order.
+
+    Args:
+        parameter: 1-D or 2-D.
+    """
     if not isinstance(parameter, DTensor):
         return ((0, parameter.shape[0]),)
     mesh = parameter.device_mesh
@@ -351,7 +375,7 @@ def _box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """Return what a rank has: tensor parallelism cuts before FSDP, whose placement says so by its stride."""
+    """Return the part on a rank. Tensor parallelism cuts before FSDP, whose placement shows it by its stride."""
     held = [(0, length) for length in shape]
     cuts = [
         cut

@@ -32,8 +32,10 @@ from trainer.runtime.console import logger
 class Factorisation:
     """One way to write the number of ranks as a product of degrees, and the meshes that follow from it.
 
-    dims: names of `Degrees.sizes`, outermost first; the dimension that communicates most is innermost, inside a node.
-    flattened: 1-D meshes over several dims. They are there at size one too, so that no caller branches.
+    Attributes:
+        dims: Names of `Degrees.sizes`, outermost first. The dimension that communicates most is innermost, inside a
+            node.
+        flattened: 1-D meshes over several dims. They also exist at size one, so that no caller branches.
     """
 
     dims: tuple[str, ...]
@@ -44,7 +46,11 @@ _CP = ("cp_ring", "cp_a2a")  # the ring over head groups, and the ranks of a hea
 
 
 def factorisation(shared: tuple[str, ...]) -> Factorisation:
-    """Return the factorisation in which the dims `shared` divide a sample: a sequence, or a field along its axes."""
+    """Return the factorisation of the ranks for dims that divide a sample: a sequence, or a field along its axes.
+
+    Args:
+        shared: Names of the dims that divide a sample.
+    """
     dims = ("pp", "dp_replicate", "dp_shard", *shared, "tp")
     return Factorisation(
         dims,
@@ -69,7 +75,13 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> Rows:
-    """Return the groups of a mesh over the dims `along`, of a grid of `dims` with these sizes."""
+    """Return the groups of a mesh over the dims `along`, in a grid of `dims`.
+
+    Args:
+        dims: All dims of the grid, outermost first.
+        along: The dims of the mesh.
+        sizes: Size of each dim.
+    """
     grid = torch.arange(math.prod(sizes[name] for name in dims)).view(
         [sizes[name] for name in dims]
     )
@@ -82,25 +94,36 @@ def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -
 def new_group(rows: Rows, description: str) -> dist.ProcessGroup:
     """Return a new group of this rank's row. A collective of all ranks.
 
-    One rank alone has no communicator: its group is of the back end `fake`, which copies inputs to outputs. NCCL splits
-    the group of all ranks, once for all rows. `new_group` would split it once for each row, of one rank too.
+    One rank alone needs no communicator: its group has the back end `fake`, which copies inputs to outputs. NCCL splits
+    the group of all ranks once for all rows. `new_group` would split it once for each row, even for a row of one rank.
+
+    Args:
+        rows: The ranks of each group.
+        description: Name of the groups in traces.
     """
-    (mine,) = (row for row in rows if dist.get_rank() in row)
+    (own_row,) = (row for row in rows if dist.get_rank() in row)
     world = dist.group.WORLD
     settings = {"use_local_synchronization": True, "group_desc": description}
-    if len(mine) == 1:
-        return dist.new_group(list(mine), backend="fake", **settings)
+    if len(own_row) == 1:
+        return dist.new_group(list(own_row), backend="fake", **settings)
     if world.bound_device_id is not None:
         return dist.split_group(world, [list(row) for row in rows], group_desc=description)
-    return dist.new_group(list(mine), **settings)
+    return dist.new_group(list(own_row), **settings)
 
 
 class ParallelDims:
-    """The meshes of one job. `dims["tp"]` is a 1-D mesh of any name in its factorisations.
+    """The meshes of one job.
 
-    Names whose groups have the same ranks are one mesh, so that each set of ranks has one communicator.
+    `dims["tp"]` is a 1-D mesh; the names are the dims and flattened meshes of its factorisations.
 
-    Needs an initialised process group of `degrees.world_size` ranks. machine: of this rank.
+    Names whose groups have the same ranks are one mesh, so each set of ranks has one communicator.
+
+    Needs an initialised process group of `degrees.world_size` ranks.
+
+    Args:
+        degrees: The degrees of parallelism.
+        device_type: Type of the device of each rank.
+        machine: The machine of this rank.
     """
 
     def __init__(self, degrees: Degrees, device_type: str, machine: Machine = MACHINE) -> None:
@@ -111,41 +134,44 @@ class ParallelDims:
         sizes = degrees.sizes()
         ways = [factorisation(tuple(degrees.domain_axes) if degrees.domain else _CP)]
         ways += [EXPERT_FACTORISATION] * (degrees.ep is not None)
-        self._of_rows: dict[Rows, DeviceMesh] = {}
+        self._by_rows: dict[Rows, DeviceMesh] = {}
         self._own: dict[tuple[Rows, str], dist.ProcessGroup] = {}
         started = time.monotonic()
         for way in ways:
             self._add(way, device_type, sizes)
-        several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._of_rows)
+        several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._by_rows)
         seconds = time.monotonic() - started
         if several:
             logger.info(
-                f"process groups beside that of all ranks: {several}, made in {seconds:.1f} s"
+                f"process groups other than the group of all ranks: {several}, made in {seconds:.1f} s"
             )
 
     def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
-        """Add the meshes of a factorisation; each is that of an earlier name if its groups have the same ranks."""
+        """Add the meshes of a factorisation.
+
+        If an earlier mesh has the same groups, the name refers to the earlier mesh.
+        """
         rows = {name: lines(way.dims, (name,), sizes) for name in way.dims}
         groups = {
-            of_dim: self._group(of_dim, name)
-            for of_dim, name in {rows[name]: name for name in way.dims}.items()
+            dim_rows: self._group(dim_rows, name)
+            for dim_rows, name in {rows[name]: name for name in way.dims}.items()
         }
         grid = torch.arange(self.degrees.world_size).view([sizes[name] for name in way.dims])
-        of_dims = [groups[rows[name]] for name in way.dims]
-        root = DeviceMesh.from_group(of_dims, device_type, grid, mesh_dim_names=way.dims)
+        dim_groups = [groups[rows[name]] for name in way.dims]
+        root = DeviceMesh.from_group(dim_groups, device_type, grid, mesh_dim_names=way.dims)
         for name in way.dims:
-            self._meshes.setdefault(name, self._of_rows.setdefault(rows[name], root[name]))
+            self._meshes.setdefault(name, self._by_rows.setdefault(rows[name], root[name]))
         for name, parts in way.flattened.items():
-            of_parts = lines(way.dims, parts, sizes)
-            if of_parts not in self._of_rows:
-                self._of_rows[of_parts] = flattened(root[parts], name)
-            self._meshes[name] = self._of_rows[of_parts]
+            group_rows = lines(way.dims, parts, sizes)
+            if group_rows not in self._by_rows:
+                self._by_rows[group_rows] = flattened(root[parts], name)
+            self._meshes[name] = self._by_rows[group_rows]
         self._roots.append(root)
 
     def _group(self, rows: Rows, name: str) -> dist.ProcessGroup:
-        """Return this rank's group of a partition of all ranks: that of a mesh, or a new one."""
-        if rows in self._of_rows:
-            return self._of_rows[rows].get_group()
+        """Return this rank's group of a partition of all ranks: the group of a mesh, or a new one."""
+        if rows in self._by_rows:
+            return self._by_rows[rows].get_group()
         return dist.group.WORLD if len(rows) == 1 else new_group(rows, f"mesh_{name}")
 
     def __getitem__(self, name: str) -> DeviceMesh:
@@ -156,10 +182,19 @@ class ParallelDims:
         return self._meshes
 
     def size(self, name: str) -> int:
+        """Return the number of ranks of a mesh.
+
+        Args:
+            name: Name of the mesh.
+        """
         return self._meshes[name].size()
 
     def rank(self, name: str) -> int:
-        """Return this process's rank in the mesh of that name."""
+        """Return this process's rank in a mesh.
+
+        Args:
+            name: Name of the mesh.
+        """
         return self._meshes[name].get_local_rank()
 
     @property
@@ -168,13 +203,19 @@ class ParallelDims:
         return self.rank("world") == 0
 
     def zeros(self, *shape: int) -> torch.Tensor:
-        """Return zeros in float64 on the device of this rank, for sums over ranks."""
+        """Return zeros in float64 on the device of this rank, for sums over ranks.
+
+        Args:
+            *shape: The shape.
+        """
         return torch.zeros(shape, dtype=torch.float64, device=self["world"].device_type)
 
     def host_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
         """Return a group of the ranks of a mesh for tensors in host memory. A collective of all ranks.
 
-        timeout: of the group, if one is made because the mesh has none.
+        Args:
+            name: Name of the mesh.
+            timeout: Time-out of a new group, if the mesh has no group for host memory.
         """
         mesh = self[name]
         if mesh.device_type == "cpu" or mesh.size() == 1 or not has_peers(mesh):
@@ -185,26 +226,30 @@ class ParallelDims:
         ranks = torch.tensor(
             dist.get_process_group_ranks(mesh.get_group()), device=mesh.device_type
         )
-        of_all = {tuple(row) for row in all_gather(ranks, self["world"]).tolist()}
+        all_rows = {tuple(row) for row in all_gather(ranks, self["world"]).tolist()}
         group, _ = dist.new_subgroups_by_enumeration(
-            [list(row) for row in sorted(of_all)], timeout, backend="gloo"
+            [list(row) for row in sorted(all_rows)], timeout, backend="gloo"
         )
         return group
 
     def own_group(self, name: str, purpose: str) -> dist.ProcessGroup | None:
-        """Return a group of a mesh's ranks for one purpose alone; None for one rank. A collective of all ranks.
+        """Return a group of a mesh's ranks for one purpose alone. None for one rank. A collective of all ranks.
 
-        NCCL runs the operations of a communicator one after another. Another call returns the same group.
+        NCCL runs the operations of a communicator one after another. A second call returns the same group.
+
+        Args:
+            name: Name of the mesh.
+            purpose: Name of the purpose.
         """
-        rows = next(rows for rows, mesh in self._of_rows.items() if mesh is self[name])
+        rows = next(rows for rows, mesh in self._by_rows.items() if mesh is self[name])
         if len(rows[0]) > 1 and (rows, purpose) not in self._own:
             self._own[rows, purpose] = new_group(rows, purpose)
         return self._own.get((rows, purpose))
 
     def stage_group(self) -> dist.ProcessGroup:
-        """Return the group of all ranks of this one's pipeline stage, which share its parameters.
+        """Return the group of all ranks of this rank's pipeline stage, which share its parameters.
 
-        A collective of all ranks, where no mesh has these ranks.
+        A collective of all ranks, if no mesh has these ranks.
         """
         root = self._roots[0]
         sizes = self.degrees.sizes()

@@ -32,12 +32,17 @@ class HiddenStates:
     dim: int
     dtype: torch.dtype
     tp: int = 1
-    """Tensor-parallel ranks, which shard them along the sequence."""
+    """Number of tensor-parallel ranks; they shard the hidden states along the sequence."""
     rows: int = 1
     """Rows for each sequence of a step: one, and one for each further token."""
 
     def shape(self, sequences: int, length: int) -> tuple[int, int, int]:
-        """Return the shape on one rank, without rows of further tokens."""
+        """Return the shape on one rank, without rows of further tokens.
+
+        Args:
+            sequences: Sequences of a micro-batch.
+            length: Tokens of a sequence on a context-parallel rank.
+        """
         return sequences, length // self.tp, self.dim
 
 
@@ -50,10 +55,10 @@ class Pipeline:
         model_parts: The stages of this rank, in the order of `plan.stages_of(rank)`.
         mesh: The 1-D pipeline mesh.
         device: The device of this rank.
-        hidden: What a stage sends to the next one.
+        hidden: Shape and dtype of the hidden states that stages send.
 
     Raises:
-        ConfigError: this PyTorch cannot run the schedule.
+        ConfigError: This PyTorch cannot run the schedule.
     """
 
     plan: PipelinePlan
@@ -69,7 +74,7 @@ class Pipeline:
         self._shape: tuple[int, int] | None = None
         self._group = self.mesh.get_group()
         self._loss: LossFunction | None = None
-        # At an error PyTorch would print the whole schedule on every rank.
+        # On an error PyTorch would print the whole schedule on every rank.
         logging.getLogger(torch_schedules.__name__).setLevel(logging.CRITICAL)
         # any shape shows whether the schedule can run
         self._prepare((self.plan.micro_batches, self.hidden.tp))
@@ -83,29 +88,31 @@ class Pipeline:
     ) -> None:
         """Run forward and backward of the whole batch, and add to the gradients. A collective over the pipeline.
 
-        tokens, labels: (B, S), used by the first and the last stage; loss: (last model part, its hidden states, labels)
-        of a micro-batch -> a sum to differentiate; per_sequence: (B, ...), arguments of every model part's forward,
-        which are cut into micro-batches too.
+        Args:
+            tokens: (B, S), used by the first stage.
+            labels: (B, S), used by the last stage.
+            loss: From (last model part, its hidden states, labels) of a micro-batch to the sum to differentiate.
+            **per_sequence: Arguments of every model part's forward, (B, ...), also cut into micro-batches.
         """
         if self._shape != tokens.shape:
             self._prepare(tuple(tokens.shape))
         self._loss = loss
-        given = {name: x for name, x in per_sequence.items() if x is not None}
+        present = {name: x for name, x in per_sequence.items() if x is not None}
         arguments = (tokens,) if self.has_first else ()
         try:
             self._schedule.step(
                 *arguments,
                 target=labels if self.has_last else None,
                 return_outputs=False,
-                **given,
+                **present,
             )
         except RuntimeError as error:
-            # PyTorch wraps a stage's exception in one that only lists the stage's arguments.
+            # PyTorch wraps a stage's exception in an exception that only lists the stage's arguments.
             raise (error.__cause__ or error) from None
         finally:
             self._loss = None
             for stage in self._stages:
-                # else gradients of received tensors live on to the next step
+                # otherwise gradients of received tensors stay in memory until the next step
                 stage.clear_runtime_states()
 
     def __call__(
@@ -113,8 +120,8 @@ class Pipeline:
     ) -> torch.Tensor | None:
         """Run the forward of a batch through all stages, one after another; return the last stage's hidden states.
 
-        None on the ranks without the last stage. Gradients are off. Hidden states are sent in the order of the stages,
-        whatever the schedule. A collective over the pipeline.
+        Returns None on the ranks without the last stage. Gradients are off. Hidden states are sent in the order of the
+        stages, for every schedule. A collective over the pipeline.
         """
         rank = self.mesh.get_local_rank()
         stages = len(self.plan.stages)
@@ -142,10 +149,13 @@ class Pipeline:
         return hidden if self.has_last else None
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long stages wait for each other's messages; a collective over the pipeline.
+        """Set how long stages wait for each other's messages. A collective over the pipeline.
 
-        `set_group_timeout` changes collectives alone: for messages, a gloo group keeps the time-out with which it was
-        made. So the stages get a new group.
+        `set_group_timeout` changes collectives only: for messages, a gloo group keeps the time-out that it was created
+        with. So the stages get a new group.
+
+        Args:
+            seconds: The time-out.
         """
         if dist.get_backend(self._group) != "gloo":
             return

@@ -33,12 +33,21 @@ Styles = dict[str, ParallelStyle]
 
 
 def prefixed(name: str, styles: Styles) -> Styles:
-    """Return the styles of a module's parts by their names in the module's owner."""
+    """Return the styles of a module's parts by their names in the module's owner.
+
+    Args:
+        name: Name of the module in its owner.
+        styles: Styles of the parts.
+    """
     return {f"{name}.{part}" if part else name: style for part, style in styles.items()}
 
 
 def tokens_divided(modules: Iterable[str]) -> Styles:
-    """Return styles of modules that each rank has whole, and applies to its own tokens, (B, S / tp, dim)."""
+    """Return styles of modules that each rank has whole, and applies to its own tokens, (B, S / tp, dim).
+
+    Args:
+        modules: Names of the modules.
+    """
     return {name: SequenceParallel(use_local_output=True) for name in modules}
 
 
@@ -46,6 +55,9 @@ def sequence_gathered(*matrices: str) -> Styles:
     """Return styles of a module that takes (B, S / tp, dim) and two more inputs, and its first matrices.
 
     It gets the whole sequence, its matrices give channels of this rank's heads, and `wo` adds up all ranks' heads.
+
+    Args:
+        *matrices: Names of the first matrices.
     """
     whole = PrepareModuleInput(
         input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
@@ -55,7 +67,13 @@ def sequence_gathered(*matrices: str) -> Styles:
 
 
 def shard_rows(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the first dimension of a module's own parameters, as `distribute_module` calls it."""
+    """Shard the first dimension of a module's own parameters, as `distribute_module` calls it.
+
+    Args:
+        _name: Not used.
+        part: The module, changed in place.
+        mesh: The 1-D mesh.
+    """
     for name, parameter in list(part.named_parameters(recurse=False)):
         shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
         part.register_parameter(
@@ -64,7 +82,7 @@ def shard_rows(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class LocalParameter(ParallelStyle):
-    """Style for a module whose forward returns its `weight`: each rank gets the first dimension's part of its heads."""
+    """Style for a module whose forward returns its `weight`: each rank gets the rows of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(
@@ -75,7 +93,8 @@ class LocalParameter(ParallelStyle):
 class Replicated(ParallelStyle):
     """Style for a module that every rank has whole.
 
-    is_local: its output, of which each rank uses a part of its own, is no DTensor; its gradients are summed over ranks.
+    Args:
+        is_local: Return a plain tensor. Each rank uses a part of it, and its gradients are summed over ranks.
     """
 
     def __init__(self, *, is_local: bool) -> None:
@@ -91,7 +110,10 @@ class Replicated(ParallelStyle):
 
 
 class OwnPositions(ParallelStyle):
-    """Style for a module called with (B, S / tp, dim) and positions (B, S) or None: a rank takes those of its rows."""
+    """Style for a module called with (B, S / tp, dim) and positions (B, S) or None.
+
+    A rank passes on the positions of its rows.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rank = device_mesh.get_local_rank()
@@ -119,9 +141,9 @@ class Gathered(ParallelStyle):
 
 
 class ShardedNorm(ParallelStyle):
-    """Style for a norm over the last dimension of (B, S, dim / tp), of which each rank has a part.
+    """Style for a norm over the last dimension of (B, S, dim / tp), which ranks divide.
 
-    Inside, the input is a DTensor, so that a mean over the dimension is one over all ranks.
+    Inside, the input is a DTensor, so a mean over the dimension is a mean over all ranks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -142,7 +164,7 @@ class ShardedNorm(ParallelStyle):
 class VocabularyParallel(ParallelStyle):
     """Style for the projection to logits from (B, S / tp, dim): each rank has the logits of its part of the vocabulary.
 
-    Beside logits, cut over the vocabulary, the forward may return losses, which `ColwiseParallel` could not pass on.
+    The forward may also return losses instead of logits; `ColwiseParallel` could not return them.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -161,6 +183,12 @@ def preserve_ties(module: nn.Module) -> Iterator[None]:
     """Tie again, at the end, the parameters that modules shared at the start.
 
     Inside, parameters may be replaced (`parallelize_module`, `to_empty`).
+
+    Args:
+        module: The module, changed in place.
+
+    Yields:
+        None.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for owner in module.modules():
@@ -173,16 +201,31 @@ def preserve_ties(module: nn.Module) -> Iterator[None]:
 
 
 def apply_tensor_parallel(module: nn.Module, mesh: DeviceMesh, styles: Styles) -> None:
-    """Apply `styles` (submodule name -> style) over the 1-D `mesh`; tied parameters stay tied."""
+    """Apply styles over a mesh; tied parameters stay tied.
+
+    Args:
+        module: The module, changed in place.
+        mesh: The 1-D mesh.
+        styles: Style of each submodule, by its name.
+    """
     with preserve_ties(module):
         parallelize_module(module, mesh, styles)
 
 
 def loss_context(tp_mesh: DeviceMesh, *, disabled: bool) -> AbstractContextManager:
-    """Return the context for loss AND backward in which logits stay sharded over the vocabulary."""
+    """Return the context for loss AND backward in which logits stay sharded over the vocabulary.
+
+    Args:
+        tp_mesh: The tensor-parallel mesh.
+        disabled: `parallelism.disable_loss_parallel`.
+    """
     return loss_parallel() if tp_mesh.size() > 1 and not disabled else nullcontext()
 
 
 def logits_layout(*, disable_loss_parallel: bool) -> Shard | Replicate:
-    """Return the placement of the logits: sharded over the vocabulary for the parallel loss, or replicated."""
+    """Return the placement of the logits: sharded over the vocabulary for the parallel loss, or replicated.
+
+    Args:
+        disable_loss_parallel: Replicate the logits.
+    """
     return Replicate() if disable_loss_parallel else Shard(-1)

@@ -25,7 +25,7 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> 
     Raises:
         SharedConfigError: on every rank, if they differ; it has the names of the values that do.
     """
-    found = of_all_ranks(values, over)
+    found = gather_values(values, over)
     if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
         names = sorted(
             name
@@ -61,10 +61,10 @@ def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     rank = dist.get_rank()
     text = raise_on_all_ranks(find if local_rank == 0 else str, over)
-    return of_all_ranks(text, over)[rank - local_rank]
+    return gather_values(text, over)[rank - local_rank]
 
 
-def of_all_ranks(value: Any, over: Over) -> list[Any]:
+def gather_values(value: Any, over: Over) -> list[Any]:
     """Return the values of all ranks, in their order, as JSON has them. A collective."""
     group, device = _group_of(over)
     text = json.dumps(value).encode()
@@ -92,7 +92,7 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
         found = torch.tensor(int(failed), dtype=torch.int32, device=device)
         failed = all_reduce(found, group, "max").item()
     if failed:
-        raise SharedConfigError(next(filter(None, of_all_ranks(message, over))))
+        raise SharedConfigError(next(filter(None, gather_values(message, over))))
     return result
 
 

@@ -1,10 +1,10 @@
-"""Which rank computes which documents of a step, so that all ranks have equal work.
+"""Assigns the documents of a step to ranks, so that all ranks have equal work.
 
-Documents do not see each other, and losses are sums over the whole step, divided by its number of labels. So each
-document of a step may be computed by any data-parallel rank, in any micro-batch: losses and gradients stay the same.
+Documents do not see each other, and losses are sums over the whole step, divided by its number of labels. So any
+data-parallel rank may compute a document, in any micro-batch: losses and gradients stay the same.
 
-Ranks wait for each other in every micro-batch, because FSDP gathers each layer. So a step lasts as long as the sum,
-over its micro-batches, of the costliest rank's work. Eight documents of a step of 2 ranks and 2 micro-batches, by cost:
+Ranks wait for each other in every micro-batch, because FSDP gathers each layer. So the time of a step is the sum, over
+its micro-batches, of the costliest rank's work. Eight documents of a step of 2 ranks and 2 micro-batches, by cost:
 
                 as read                       assigned
     rank 0      6 3 | 2 2                     6   | 3 2 1
@@ -27,18 +27,23 @@ from trainer.data.packing import IGNORE_INDEX, NO_POSITION, positions_of
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger
 
-_TILE = 128  # rows of a kernel's tile, which it computes whole
+_TILE = 128  # rows of a kernel's tile; a kernel computes whole tiles
 
 
 def document_costs(
     flops_per_token: Callable[[int], tuple[float, float]], longest: int
 ) -> Callable[..., np.ndarray]:
-    """Return a function from lengths of documents, (n,), to FLOPs of their forward and backward, (n,) float64.
+    """Return a function from lengths of documents, (n,), to the FLOPs of their forward and backward, (n,), float64.
 
-    flops_per_token: of a model's arguments, (with full attention, with its own mask), for a sequence length. Attention
-    is billed in whole tiles.
+    Args:
+        flops_per_token: From a sequence length to the model's FLOPs per token: (with full attention, with its own
+            mask).
+        longest: Longest document, in tokens.
+
+    Returns:
+        The function. Attention is counted in whole tiles.
     """
-    # the first one grows by a constant
+    # With full attention the FLOPs of a token grow by a constant for each token of the sequence.
     linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
     ends = np.arange(_TILE, longest + _TILE, _TILE)
     attention = np.array(
@@ -55,8 +60,13 @@ def document_costs(
 class Assignment:
     """Where the documents of a step are computed.
 
-    bins: (n,) micro-batch * ranks + rank of each document. Times of the step, in that of ranks which all have the same
-    work: before, as it was read; after, as it is assigned; least, which no assignment of whole documents is below.
+    The unit of the times is the time of a step whose work is equal on all ranks.
+
+    Attributes:
+        bins: For each document micro-batch * ranks + rank, (n,).
+        before: Time of the step as it was read.
+        after: Time of the step as it is assigned.
+        least: Lower bound for every assignment of whole documents.
     """
 
     bins: np.ndarray
@@ -74,10 +84,18 @@ def assign(
     ranks: int,
     most: int,
 ) -> Assignment:
-    """Assign the documents of a step.
+    """Assign the documents of a step. All ranks get the same result, and it is never slower than `read`.
 
-    lengths, costs, read: (n,) of each document its tokens, its cost, and the bin in which it was read; of two documents
-    the longer one costs more. most: tokens of a bin. The result is never worse than `read`, and the same on all ranks.
+    Args:
+        lengths: Tokens of each document, (n,).
+        costs: Cost of each document, (n,). Of two documents the longer one costs more.
+        read: The bin in which each document was read, (n,).
+        micro_batches: Micro-batches of each rank.
+        ranks: Number of data-parallel ranks.
+        most: Largest number of tokens of a bin.
+
+    Returns:
+        The bins and the times before and after.
     """
     shape = (micro_batches, ranks)
     order = np.argsort(-lengths, kind="stable")
@@ -101,7 +119,7 @@ def assign(
 
 
 def _time(bins: np.ndarray, costs: np.ndarray, shape: tuple[int, int]) -> float:
-    """Return the mean over micro-batches of the largest cost of a rank, in the mean cost of all."""
+    """Return the mean over micro-batches of the largest cost of a rank, relative to the mean cost of all ranks."""
     work = np.bincount(bins, costs, shape[0] * shape[1]).reshape(shape)
     return float(work.max(axis=1).mean() / work.mean())
 
@@ -109,13 +127,14 @@ def _time(bins: np.ndarray, costs: np.ndarray, shape: tuple[int, int]) -> float:
 def _assigned(
     lengths: list[int], costs: list[float], targets: list[float], most: int
 ) -> list[int] | None:
-    """Give each document, the longest first, to the bin with room that lacks most of its target; None: there is none.
+    """Give each document, the longest first, to the bin with room that is farthest below its target.
 
-    lengths, costs: descending.
+    Returns None if a document fits in no bin. lengths, costs: descending.
     """
-    lacking = [(-target, i) for i, target in enumerate(targets)]  # a heap
+    # a heap of (-lack, bin)
+    lacking = [(-target, i) for i, target in enumerate(targets)]
     heapq.heapify(lacking)
-    # a heap of (-room, -lack, bin): shorter documents may fit
+    # a heap of (-room, -lack, bin): bins that may have room for shorter documents
     without_room: list[tuple[int, float, int]] = []
     room = [most] * len(targets)
     bins = []
@@ -135,10 +154,10 @@ def _assigned(
 
 
 def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarray:
-    """Return the cost (micro_batches,) that the ranks of each micro-batch should have.
+    """Return the target cost of the ranks of each micro-batch, (micro_batches,).
 
-    All the same, but where the costliest documents, each on a rank of its own, take longer: of those that share a
-    micro-batch the first one sets its time, and the other micro-batches have less.
+    The targets are equal, except where the costliest documents take longer, each on a rank of its own. The first
+    document of a micro-batch then sets the target of this micro-batch, and the other micro-batches have lower targets.
     """
     firsts = np.zeros(micro_batches)
     heads = descending[: micro_batches * ranks : ranks]
@@ -157,8 +176,13 @@ def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarr
 class Step:
     """The sizes of an optimizer step.
 
-    micro_batches: of each rank; multiple_of, least, most: of the tokens of a micro-batch; costs: lengths of documents
-    (n,) -> their costs (n,); has_sources: batches are of a mixture.
+    Attributes:
+        micro_batches: Micro-batches of each rank.
+        multiple_of: The number of tokens of a micro-batch is a multiple of this.
+        least: Smallest number of tokens of a micro-batch.
+        most: Largest number of tokens of a micro-batch.
+        costs: From lengths of documents, (n,), to their costs, (n,).
+        has_sources: Whether the batches come from a mixture.
     """
 
     micro_batches: int
@@ -169,20 +193,28 @@ class Step:
     has_sources: bool = False
 
     def padded(self, tokens: int) -> int:
-        """Return the length of a row with so many tokens of documents."""
+        """Return the padded length of a row.
+
+        Args:
+            tokens: Tokens of the documents in the row.
+        """
         return -(-max(tokens, self.least) // self.multiple_of) * self.multiple_of
 
 
 @dataclass
 class BalancedBatches:
-    """Makes batches of those that a loader reads: the ranks of `group` exchange documents for equal work in each step.
+    """Makes balanced batches: in each step the ranks of `group` exchange the documents that their loaders read.
 
-    A micro-batch is one row (1, S) of whole documents and padding, with another S in each. It has the arrays of a
-    packed batch, and of a mixture the source of each token. Parts of a document in two sequences are two documents, as
-    they are when nothing is exchanged.
+    A micro-batch is one row, (1, S), of whole documents and padding; S differs between micro-batches. It has the arrays
+    of a packed batch, and with a mixture also the source of each token. If two sequences share a document, its two
+    parts are two documents, as without an exchange.
 
-    group: the data-parallel ranks, for tensors in host memory; plan: as of `BatchLoader`. Making the first batch of a
-    step is a collective.
+    To make the first batch of a step is a collective.
+
+    Attributes:
+        step: The sizes of a step.
+        group: The data-parallel ranks, for tensors in host memory.
+        plan: As in `BatchLoader`. None without packed documents.
     """
 
     step: Step
@@ -202,13 +234,16 @@ class BalancedBatches:
                 yield batch if self.plan is None else batch | {"plan": self.plan(arrays)}
 
     def _exchanged(self, read: Sequence[list[np.ndarray]]) -> Iterator[list[np.ndarray]]:
-        """Yield the documents of each micro-batch of this rank. read: those that it has read, for each."""
+        """Yield the documents of each micro-batch of this rank.
+
+        read: for each micro-batch, the documents that this rank read.
+        """
         rank = self.group.rank()
         ranks = self.group.size()
         step = self.step
         own = [document for documents in read for document in documents]
         places = [i * ranks + rank for i, documents in enumerate(read) for _ in documents]
-        lengths, places, owners = self._of_all(own, places)
+        lengths, places, owners = self._all_documents(own, places)
         assigned = assign(
             lengths,
             step.costs(lengths),
@@ -218,35 +253,39 @@ class BalancedBatches:
             most=step.most,
         )
         self._report(assigned)
-        to = assigned.bins % ranks
-        mine = to[owners == rank]
-        sent = [own[i] for i in np.argsort(mine, kind="stable")]
+        target_ranks = assigned.bins % ranks
+        destinations = target_ranks[owners == rank]
+        sent = [own[i] for i in np.argsort(destinations, kind="stable")]
         width = 3 if step.has_sources else 2
         flat = torch.from_numpy(
             np.concatenate([np.empty((0, width), np.int32), *sent]).reshape(-1)
         )
         numbers = width * lengths
-        send_sizes = np.bincount(mine, numbers[owners == rank], ranks).astype(int).tolist()
+        send_sizes = (
+            np.bincount(destinations, numbers[owners == rank], ranks).astype(int).tolist()
+        )
         receive_sizes = (
-            np.bincount(owners[to == rank], numbers[to == rank], ranks).astype(int).tolist()
+            np.bincount(owners[target_ranks == rank], numbers[target_ranks == rank], ranks)
+            .astype(int)
+            .tolist()
         )
         received, pending = all_to_all(
             flat, send_sizes, receive_sizes, self.group, kind="documents"
         )
         pending.wait()
-        # the ranks' documents one after another, each rank's in its order
-        ends = np.cumsum(lengths[to == rank])
+        # the received documents: in the order of ranks, then in the order in which the rank read them
+        ends = np.cumsum(lengths[target_ranks == rank])
         documents = (
             np.split(received.numpy().reshape(-1, width), ends[:-1]) if len(ends) else []
         )
-        micro_batches = (assigned.bins // ranks)[to == rank]
+        micro_batches = (assigned.bins // ranks)[target_ranks == rank]
         for i in range(len(read)):
             yield [documents[j] for j in np.flatnonzero(micro_batches == i)]
 
-    def _of_all(
+    def _all_documents(
         self, own: list[np.ndarray], places: list[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return (n,) lengths, places and owners of the documents of all ranks, rank by rank."""
+        """Return lengths, places and owners of the documents of all ranks, (n,) each, in the order of ranks."""
         number = all_reduce(torch.tensor(len(own)), self.group, "max").item()
         table = torch.zeros(number, 2, dtype=torch.int64)  # a length of 0: no document
         table[: len(own)] = torch.tensor(
@@ -273,11 +312,14 @@ class BalancedBatches:
 
 
 def documents_of_batch(batch: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
-    """Return each document of a batch, (n, 2) int32: tokens and labels; (n, 3) with its source.
+    """Return each document of a batch, (n, 2), int32: tokens and labels; with sources (n, 3).
 
-    Padding is no document. A document without a label is one: routers and QK-clip look at its tokens.
+    Padding is no document. A document without labels is one, because routers and QK-clip use its tokens.
+
+    Args:
+        batch: A text batch on the host.
     """
-    found = []
+    batch_documents: list[np.ndarray] = []
     columns = [batch["tokens"], batch["labels"]]
     if "sources" in batch:
         columns.append(batch["sources"][:, None].expand_as(batch["tokens"]))
@@ -288,12 +330,22 @@ def documents_of_batch(batch: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
     ):
         starts = np.flatnonzero(np.diff(numbers)) + 1
         documents = zip(np.split(sequence, starts), np.split(real, starts), strict=True)
-        found += [document for document, in_document in documents if in_document.any()]
-    return found
+        batch_documents += [
+            document for document, in_document in documents if in_document.any()
+        ]
+    return batch_documents
 
 
 def row(documents: Sequence[np.ndarray], step: Step) -> dict[str, np.ndarray]:
-    """Return the arrays (1, S) int64 of a micro-batch of documents; the padding is a document without labels."""
+    """Pack documents into the arrays of one micro-batch, (1, S), int64 each. The padding is a document without labels.
+
+    Args:
+        documents: Documents, (n, 2) or with sources (n, 3).
+        step: The sizes of a step.
+
+    Returns:
+        tokens, labels, sources (in a mixture), positions and document ids, by name.
+    """
     lengths = [len(document) for document in documents]
     padding = step.padded(sum(lengths)) - sum(lengths)
     names = ("tokens", "labels", "sources")[: 3 if step.has_sources else 2]

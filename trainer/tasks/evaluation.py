@@ -1,4 +1,7 @@
-"""Measurements of a trained model by forwards alone: loss by position, and the retrieval of a needle."""
+"""Measurements of a trained model by forwards alone: loss by position, and the retrieval of a needle.
+
+`lct evaluate` calls it. All functions of `Evaluation` are collectives over all ranks.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,9 +28,11 @@ from trainer.tasks.task import RankInputs
 
 @dataclass(frozen=True)
 class Retrieved:
-    """The answer to one prompt, each token given the true ones before it.
+    """The answer to one prompt. Each token is predicted from the true tokens before it.
 
-    correct: every token is the likeliest one; log_probability: mean of its tokens.
+    Attributes:
+        correct: Whether every token of the answer is the likeliest one.
+        log_probability: Mean over the tokens of the answer.
     """
 
     correct: bool
@@ -36,21 +41,33 @@ class Retrieved:
 
 @dataclass
 class Evaluation:
-    """Measurements with the model of a job."""
+    """Measurements with the model of a job.
+
+    Attributes:
+        task: The task of the job.
+        dims: The meshes of the run.
+        model: The model.
+        rows: Sequences of a forward on each data-parallel rank.
+    """
 
     task: LanguageTask
     dims: ParallelDims
     model: nn.Module
     rows: int
-    """Sequences of a forward on each data-parallel rank."""
 
     def by_position(
         self, sequences: Iterable[PackedSequence], edges: Sequence[int]
     ) -> list[dict[str, Any]]:
-        """Return a row for the tokens between each two edges, at the positions `first` to `last` - 1. A collective.
+        """Measure the loss by position. A collective over all ranks.
 
-        loss: their mean cross entropy; perplexity: None where it is too large for a float. sequences: the same on every
-        rank; edges: rising positions, the first one 0, the last one the length.
+        Args:
+            sequences: The sequences, the same on every rank.
+            edges: Rising positions; the first one is 0, the last one the length of the sequences.
+
+        Returns:
+            A row for each two neighboring edges: `first`; `last`, exclusive; `tokens`; `loss`, their mean cross
+                entropy;
+            `perplexity`, None if it is too large for a float.
         """
         places = list(pairwise(edges))
         sums = self.dims.zeros(len(places), 2)
@@ -86,19 +103,22 @@ class Evaluation:
         return rows
 
     def needles(self, prompts: Sequence[NeedlePrompt]) -> list[Retrieved]:
-        """Return how each prompt, all of one length, is answered. A collective over all ranks.
+        """Return how the model answers each prompt. A collective over all ranks.
 
-        Only the logits of the answers exist.
+        Only the logits of the answers are computed.
+
+        Args:
+            prompts: Prompts of one length.
         """
         most = max(prompt.answer_tokens for prompt in prompts)
         numbers: list[list[int]] = []
         rows: list[torch.Tensor] = []
 
         def batches() -> Iterator[TextBatch]:
-            for mine, arrays in own_batches(
+            for local_numbers, arrays in own_batches(
                 (prompt.sequence for prompt in prompts), self.rows, self.dims
             ):
-                numbers.append(mine)
+                numbers.append(local_numbers)
                 yield self._batch(arrays)
 
         def measure(part: Decoder, hidden: torch.Tensor, share: RankInputs) -> None:
@@ -106,9 +126,9 @@ class Evaluation:
 
         forward_only(self.task, [self.model], None, batches(), measure)
         sums = self.dims.zeros(len(prompts), 2)
-        for mine, found in zip(numbers, rows, strict=True):
-            # rows that fill up a forward have no number
-            for number, row in zip(mine, found, strict=False):
+        for local_numbers, local_sums in zip(numbers, rows, strict=True):
+            # copies that fill up a forward have no number
+            for number, row in zip(local_numbers, local_sums, strict=False):
                 sums[number] = row
         return [
             Retrieved(round(hits) == prompt.answer_tokens, -loss / prompt.answer_tokens)
@@ -117,23 +137,31 @@ class Evaluation:
 
     def _batch(self, arrays: dict) -> TextBatch:
         rotated_until(self.model, arrays["tokens"].shape[1])
-        # they are then cut, and a share has its own
+        # then context parallelism cuts the positions, and each rank knows the positions of its tokens
         return tensors_of(arrays) | {"uses_positions": True}
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sums of all ranks; those of one tensor-parallel group have the same."""
+        """Sum over all ranks. Ranks of one tensor-parallel group have equal sums, so each counts 1 / tp of them."""
         return all_reduce(sums / self.dims.size("tp"), self.dims["world"])
 
 
 def answered(
     part: Decoder, hidden: torch.Tensor, targets: torch.Tensor, most: int, dims: ParallelDims
 ) -> torch.Tensor:
-    """Return for each sequence (targets of this rank that have the largest logit, sum of their losses): (B, 2) float64.
+    """Count the correct tokens of each answer, and add up the losses of its tokens.
 
-    hidden: of this rank; targets: (B, S of this context-parallel rank), at most `most` of which are labels.
+    Args:
+        part: The model part that has the output.
+        hidden: Hidden states of this rank, (B, S / cp, dim).
+        targets: (B, S / cp), with at most `most` labels in a row.
+        most: Number of tokens that every rank takes from each row.
+        dims: The meshes of the run.
+
+    Returns:
+        For each sequence (labels of this rank that have the largest logit, sum of their losses), (B, 2), float64.
     """
     hidden = whole_sequence(hidden, dims["tp"])
-    # Labelled tokens first. Each rank takes as many, so that the output has one shape on all of a group.
+    # Labelled tokens first. Each rank takes `most` tokens, so that the output has one shape on all ranks of a group.
     taken = (
         (targets != IGNORE_INDEX).int().argsort(dim=1, descending=True, stable=True)[:, :most]
     )

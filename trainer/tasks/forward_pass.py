@@ -1,7 +1,7 @@
-"""Forwards without a backward, whose sequences all data-parallel ranks share.
+"""Forwards without a backward, for validation, evaluation and DPO. All data-parallel ranks share the sequences.
 
-Global sequence i belongs to data-parallel rank i % D, so that the sequences, and what is measured up to rounding, are
-the same on every layout. Every rank makes all sequences and keeps its own.
+Global sequence i belongs to data-parallel rank i % D. So every layout runs the same sequences, and the measured values
+are equal up to rounding. Every rank makes all sequences and keeps its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,29 +22,35 @@ from trainer.tasks.task import RankInputs
 from trainer.transforms.float8 import precompute_scales
 
 Measure = Callable[[Decoder, torch.Tensor, RankInputs], None]
-"""What is done with the hidden states of a forward: (part with the output, hidden states, share or a chunk of it)."""
+"""Called after a forward with: the model part with the output, hidden states, and the rank's part or a chunk of it."""
 
 
 def own_batches(
     sequences: Iterable[PackedSequence], rows: int, dims: ParallelDims
 ) -> Iterator[tuple[list[int], dict[str, np.ndarray]]]:
-    """Yield the forwards of this rank, as many as of every other rank: the numbers of its sequences, and arrays.
+    """Yield the forwards of this rank. All ranks get the same number of forwards.
 
-    rows: sequences of a forward; the arrays have so many: tokens, labels, positions, document ids, (rows, S). Rows that
-    fill up the last forward have no label and no number.
+    Args:
+        sequences: All sequences, the same on every rank.
+        rows: Sequences of a forward.
+        dims: The meshes of the run.
+
+    Yields:
+        The numbers of this rank's sequences, and arrays of shape (rows, S): tokens, labels, positions, document ids.
+        If sequences are missing in the last forward, copies fill it up; they have no label and no number.
     """
     rank = dims.rank("dp")
     degree = dims.size("dp")
-    done = 0
+    first_number = 0
     sequences = iter(sequences)
     for first in sequences:
         together = [first, *islice(sequences, rows * degree - 1)]
-        mine = together[rank::degree]
-        filling = [first] * (rows - len(mine))
-        arrays = arrays_of(chain(mine, filling))
-        arrays["labels"][len(mine) :] = IGNORE_INDEX
-        yield list(range(done + rank, done + len(together), degree)), arrays
-        done += len(together)
+        local_sequences = together[rank::degree]
+        filling = [first] * (rows - len(local_sequences))
+        arrays = arrays_of(chain(local_sequences, filling))
+        arrays["labels"][len(local_sequences) :] = IGNORE_INDEX
+        yield list(range(first_number + rank, first_number + len(together), degree)), arrays
+        first_number += len(together)
 
 
 @torch.no_grad()
@@ -55,9 +61,17 @@ def forward_only(
     batches: Iterable[TextBatch],
     measure: Measure,
 ) -> None:
-    """Run the forwards of batches, and call `measure` after each, on ranks that have its hidden states."""
+    """Run the forward of each batch, then call `measure` on the ranks that have its hidden states.
+
+    Args:
+        task: The task of the job.
+        model_parts: The model parts of this rank.
+        pipeline: Runs the forwards with pipeline parallelism. None without it.
+        batches: The batches of this rank.
+        measure: Gets the hidden states after each forward.
+    """
     for part in model_parts:
-        # those of the step are of the weights before its update
+        # the scales of the training step belong to the weights before the update
         precompute_scales(part, task.config)
     for batch in batches:
         with task.batch_context(batch, model_parts) as share:
@@ -69,7 +83,11 @@ def forward_only(
 
 
 def reshard(model_parts: Sequence[nn.Module]) -> None:
-    """Free the weights that FSDP has gathered for forwards which no backward follows."""
+    """Free the weights that FSDP gathered for forwards without a backward.
+
+    Args:
+        model_parts: Modules in which FSDP modules are looked for.
+    """
     for module in chain.from_iterable(part.modules() for part in model_parts):
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,12 +1,12 @@
-"""Targets and losses of multi-token prediction (DeepSeek-V3, arXiv 2412.19437), whose layers predict further tokens.
+"""Targets and losses of multi-token prediction (DeepSeek-V3, arXiv 2412.19437): its layers predict further tokens.
 
 tokens       t0 t1 t2 t3 | u0 u1 u2        two documents
 labels       t1 t2 t3  - | u1 u2  -
 next tokens  t1 t2 t3  . | u1 u2  .        of the first such layer; .: counts for nothing
 its labels   t2 t3  -  - | u2  -  -
 
-They are made of whole sequences, before these are cut over ranks, so that targets cross the borders of ranks and
-chunks, and never those of documents.
+The targets are computed from whole sequences, before the sequences are cut over ranks. So a target may lie on
+another rank or in another chunk, but never in another document.
 """
 
 import torch
@@ -21,7 +21,13 @@ from trainer.tasks.observers import Totals
 
 
 class FurtherTokens(Totals):
-    """Targets and losses of `layers` further tokens, whose mean counts `weight` times in the gradients."""
+    """Targets and losses of K further tokens.
+
+    Args:
+        layers: K, the number of layers that predict further tokens.
+        weight: Factor of the mean loss of the K layers in the gradients.
+        dims: The meshes of the run.
+    """
 
     def __init__(self, layers: int, weight: float, dims: ParallelDims) -> None:
         super().__init__(layers, dims)
@@ -30,33 +36,47 @@ class FurtherTokens(Totals):
         """Gradient factors: 1 for the next token, weight / layers for each further token."""
 
     def count(self, losses: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add up the losses of further tokens, and what they are of: (1 + K, B, S), those of the model first."""
+        """Add the losses of further tokens, and the number of their labels, to the totals of the step.
+
+        Args:
+            losses: (1 + K, B, S); the next token's losses first.
+            labels: (1 + K, B, S), `IGNORE_INDEX` where there is no label.
+        """
         number = (labels[1:] != IGNORE_INDEX).flatten(1).sum(1).double()
-        self._of_step += torch.stack([losses[1:].detach().flatten(1).sum(1).double(), number])
+        self._step_totals += torch.stack(
+            [losses[1:].detach().flatten(1).sum(1).double(), number]
+        )
 
     def record(self, positions: Positions) -> dict[str, float]:
-        """Return the mean loss of each layer since the last call, as `mtp_loss_1`. A collective over all ranks."""
+        """Return the mean loss of each layer since the last call, such as `mtp_loss_1`. A collective over all ranks.
+
+        Args:
+            positions: Positions of the data streams; not used.
+        """
         dims = self._dims
         totals = self._totals.clone()
         for name in ("pp", "cp", "dp"):
             totals = all_reduce(totals, dims[name])
         self._totals.zero_()
-        found = enumerate(totals.T.tolist(), 1)
+        layers = enumerate(totals.T.tolist(), 1)
         return {
-            f"mtp_loss_{number}": loss / labels for number, (loss, labels) in found if labels
+            f"mtp_loss_{number}": loss / labels for number, (loss, labels) in layers if labels
         }
 
 
 def further_targets(
     tokens: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor, layers: int
 ) -> dict[str, torch.Tensor]:
-    """Return `next_tokens` and `next_labels`, (B, S, layers) each, of whole sequences.
+    """Compute the inputs and labels of the layers that predict further tokens, from whole sequences.
 
     Args:
         tokens: (B, S).
-        labels: (B, S), `IGNORE_INDEX` where there is none.
-        documents: (B, S), the number of each token's document. No target crosses its end.
-        layers: layers that predict further tokens.
+        labels: (B, S), `IGNORE_INDEX` where there is no label.
+        documents: (B, S), the number of each token's document. No target crosses the end of a document.
+        layers: Number of layers that predict further tokens.
+
+    Returns:
+        `next_tokens` and `next_labels`, (B, S, layers) each.
     """
     next_tokens = []
     next_labels = []
@@ -77,15 +97,19 @@ def _shifted(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
 
 
 def first_losses(x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
-    """Return the first of the losses x, (1 + K, B, S) -> (B, S); the backward gives each its factor of the gradient.
+    """Return the next token's losses, (B, S). The backward sends the gradient to all 1 + K losses, times their factors.
 
-    A gradient that is one number in memory stays one, by which the loss in chunks knows that losses are summed.
+    A gradient that is one expanded number stays one: from this, the loss in chunks knows that losses are summed.
+
+    Args:
+        x: (1 + K, B, S); the next token's losses first.
+        factors: The 1 + K factors of the gradients.
     """
 
-    def of_all(gradient: torch.Tensor) -> torch.Tensor:
+    def adjoint(gradient: torch.Tensor) -> torch.Tensor:
         gradients = gradient.expand(len(factors), *gradient.shape)
         if set(factors) == {1.0}:
             return gradients
         return gradients * gradient.new_tensor(factors)[:, None, None]
 
-    return with_adjoint(x, lambda losses: losses[0].clone(), of_all)
+    return with_adjoint(x, lambda losses: losses[0].clone(), adjoint)

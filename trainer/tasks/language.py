@@ -1,4 +1,8 @@
-"""Tokens: the next one of each is the target. Context-parallel ranks share a sequence."""
+"""The language task: the target of each token is the next token. Context-parallel ranks share a sequence.
+
+`whole` keeps the tensors that are used. `sequence_context` cuts them over context-parallel ranks; `_chunks` cuts them
+into chunks as well. `losses` computes the loss of each token from the hidden states of the model.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,10 +44,15 @@ from trainer.transforms.offload import CopyStream, HostInputs
 
 
 class LanguageTask:
-    """The task on this rank. A batch is a `TextBatch`."""
+    """The task of text on this rank. A batch is a `TextBatch`.
+
+    Args:
+        job: The resolved job.
+        dims: The meshes of the run.
+    """
 
     columns: tuple[str, ...] = ("tokens", "labels", "sources")
-    """Entries of a batch that ranks compute with, if they are there."""
+    """Entries of a batch that ranks compute with; each is optional."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         self.job = job
@@ -62,7 +71,7 @@ class LanguageTask:
                 job.config.model.mtp_layers, job.config.training.mtp_loss_weight, dims
             )
         self.keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
-        """Lets keys and values of a sequence in chunks wait."""
+        """Keeps the keys and values of a chunk until a later chunk needs them: on the device or in host memory."""
         if job.config.training.sequence_chunks_offload:
             inputs = HostInputs(
                 CopyStream(
@@ -72,6 +81,7 @@ class LanguageTask:
             self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
 
     def build_loader(self) -> Loader:
+        """Return the loader of this rank's share of the data. A collective over all ranks."""
         how: dict[str, Callable | None] = {"plan": self.batch_planner}
         if self.job.balances:
             group = self.dims.host_group(
@@ -83,7 +93,11 @@ class LanguageTask:
         return raise_on_all_ranks(lambda: self.open_loader(**how), self.dims["world"])
 
     def open_loader(self, **how: Callable | None) -> Loader:
-        """Return the batches that this rank reads. how: `plan` and `exchange` of `BatchLoader`."""
+        """Return the batches that this rank reads.
+
+        Args:
+            **how: `plan` and `exchange` of `BatchLoader`.
+        """
         training = self.config.training
         dims = self.dims
         catalogs = [
@@ -94,9 +108,9 @@ class LanguageTask:
             lambda: open_training_data(self.config, catalogs), dims["world"]
         )
         documents = data.items if isinstance(data.items, int) else sum(data.items)
-        if dims.is_first and documents <= QUICK and (found := data.contents()):
-            logger.info(summary(found, training.seq_len))
-            for sentence in lacking_parts(found):
+        if dims.is_first and documents <= QUICK and (contents := data.contents()):
+            logger.info(summary(contents, training.seq_len))
+            for sentence in lacking_parts(contents):
                 logger.warning(sentence)
         return BatchLoader(
             data, training, dp_rank=dims.rank("dp"), dp_degree=dims.size("dp"), **how
@@ -106,7 +120,7 @@ class LanguageTask:
         training = self.config.training
         cp = self.dims.size("cp")
         tp = self.dims.size("tp")
-        # as even as the sequences are, up to what float8 asks for
+        # float8 needs rows in multiples of 16 on each rank; use the largest such multiple that divides the sequence
         multiple_of = gcd(training.seq_len, 16 * cp * tp)
         most = int(training.local_batch_size * training.seq_len * BALANCE_GROWTH)
         return Step(
@@ -127,6 +141,7 @@ class LanguageTask:
         return partial(BatchPlan.of, degree=self.dims.size("cp"), **settings)
 
     def observers(self) -> list[Observer]:
+        """Return the observers of padding, of the sources of a mixture, and of further tokens, if the job has them."""
         training = self.config.training
         names = self.config.mixture.names
         pads = (
@@ -139,17 +154,39 @@ class LanguageTask:
         return [*padding, *sources, *([self.further] if self.further else [])]
 
     def batch_hash(self, batch: TextBatch) -> int:
+        """Return the hash of a batch that its ranks compare.
+
+        Args:
+            batch: A text batch.
+        """
         return batch_hash(batch)
 
     def counts(self, batch: TextBatch) -> torch.Tensor:
+        """Return the number of labels of each whole sequence, (B,), int64, on the device.
+
+        Args:
+            batch: A text batch.
+        """
         return to_device(count_valid(batch["labels"], dim=1), self._device)
 
     def size(self, batch: TextBatch) -> int:
+        """Return the number of tokens of a batch, without padding.
+
+        Args:
+            batch: A text batch.
+        """
         return batch["tokens"].numel() - batch.get("padding", 0)
 
     def losses(
         self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
+        """Return the loss of each token of this rank, (B, S / cp).
+
+        Args:
+            part: The model part that has the output.
+            hidden: Hidden states, (B, S / cp, dim).
+            targets: Labels, (B, S / cp), or with K further tokens (B, S / cp, 1 + K).
+        """
         if targets.ndim == 3:  # with further tokens
             return self._losses_of_further(part, hidden, targets.movedim(-1, 0))
         if self.job.loss_chunk_tokens:
@@ -159,7 +196,10 @@ class LanguageTask:
     def _losses_of_further(
         self, part: Decoder, hidden: torch.Tensor, labels: torch.Tensor
     ) -> torch.Tensor:
-        """Return the losses of tokens, with the gradients of those of further ones; labels: (1 + K, B, S)."""
+        """Return the next token's losses. Their backward also gives the gradients of further tokens.
+
+        labels: (1 + K, B, S).
+        """
         factors = self.further.factors
         in_chunks = bool(self.job.loss_chunk_tokens)
         if in_chunks:
@@ -177,6 +217,16 @@ class LanguageTask:
         model_parts: Sequence[Decoder],
         on_scores: ScoreFunction | None = None,
     ) -> Iterator[RankInputs]:
+        """Enter the context of forward and backward of a batch.
+
+        Args:
+            batch: A text batch.
+            model_parts: The model parts of this rank.
+            on_scores: Gets the largest attention scores (QK-clip). None if not needed.
+
+        Yields:
+            This rank's part of the batch, on the device.
+        """
         whole = self.whole(batch)
         scores = None if on_scores is None else Scores(on_scores, _padding(batch))
         disabled = self.config.parallelism.disable_loss_parallel
@@ -189,7 +239,11 @@ class LanguageTask:
                 yield whole.on(self._device).inputs(plan)
 
     def whole(self, batch: TextBatch) -> RankBatch:
-        """Return the tensors of whole sequences that ranks compute with."""
+        """Return the tensors of whole sequences that ranks compute with.
+
+        Args:
+            batch: A text batch.
+        """
         uses_positions = self.config.masks_documents or batch.get("uses_positions")
         names = (*self.columns, *(("positions",) if uses_positions else ()))
         whole = RankBatch({name: batch[name] for name in names if name in batch})
@@ -207,7 +261,10 @@ class LanguageTask:
     def _chunks(
         self, whole: RankBatch, plan: BatchPlan | None, scores: Scores | None
     ) -> Iterator[RankInputs]:
-        """Yield the chunks of the sequences, each with its plan. A validation may have fewer tokens than chunks."""
+        """Yield the chunks of the sequences, each with its plan.
+
+        A validation sequence may have fewer tokens than chunks.
+        """
         own = whole.on(self._device)
         rows, seq_len = own.columns["tokens"].shape
         tp = self.dims.size("tp")
@@ -238,11 +295,21 @@ class LanguageTask:
         model_parts: Sequence[Decoder],
         scores: Scores | None,
     ) -> Iterator[torch.Tensor | None]:
-        """Cut the sequences over context-parallel ranks, in place, inside; yield the plan for the model's attention."""
+        """Cut the sequences over context-parallel ranks, in place, while the context is open.
+
+        Args:
+            whole: Tensors of whole sequences; cut inside the context.
+            plan: The attention plan of the batch. None if documents are not masked.
+            model_parts: The model parts of this rank.
+            scores: Receives attention scores. None if not needed.
+
+        Yields:
+            The handle of the plan for the model's attention. None for plain causal attention on one rank.
+        """
         if self.job.attention is None:
             yield None
             return
-        # Either the given positions are cut, or the tables that have a row per position.
+        # If the batch has positions, they are cut. Otherwise the tables with a row per position are cut.
         tables = []
         if "positions" not in whole.columns:
             tables = [table for part in model_parts for table in self.spec.cp_buffers(part)]
@@ -259,7 +326,7 @@ class LanguageTask:
             options=plan.options if plan else self.job.attention,
             sequences=whole.columns["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
-            # the modules of our models know the plan, and a stage may have none
+            # the models of this project pass the plan to their attention, and a stage may have no attention
             local_attention=True,
             scores=scores,
             gpu=self.dims.machine.gpu,
@@ -268,6 +335,6 @@ class LanguageTask:
 
 
 def _padding(batch: TextBatch) -> torch.Tensor | None:
-    """Return where a batch of whole sequences has padding, (B, S) bool. None if nowhere."""
+    """Return where a batch of whole sequences has padding, (B, S), bool. None without padding."""
     padding = batch["positions"] == NO_POSITION
     return padding if padding.any() else None

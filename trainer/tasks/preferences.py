@@ -1,14 +1,14 @@
-"""Pairs of answers to a prompt, of which one is preferred: direct preference optimization (DPO, arXiv 2305.18290).
+"""Direct preference optimization (DPO, arXiv 2305.18290): pairs of answers to a prompt, a chosen and a rejected one.
 
     change of an answer = sum over its tokens of (log p - log p of the reference)
     loss of a pair      = -log sigmoid(beta (change of the chosen answer - change of the rejected one))
 
-With label smoothing e it is (1 - e) times that and e times the loss of the pair turned round (cDPO). The loss `ipo`
-(arXiv 2310.12036) is (difference of the mean changes of a token - 1 / (2 beta))^2. All are those of TRL.
+With label smoothing e, the loss is (1 - e) times this loss plus e times the loss of the swapped pair (cDPO). The loss
+`ipo` (arXiv 2310.12036) is (difference of the mean changes of a token - 1 / (2 beta))^2. All follow TRL.
 
-The two sides of a pair are documents 2 i and 2 i + 1 of one sequence. Context-parallel ranks have tokens of an answer
-each: their sums are added up in float64, and the adjoint adds up the gradients. Each of these ranks has the loss of
-every pair, and counts its share, so that a loss is counted once.
+The two sides of a pair are documents 2 i and 2 i + 1 of one sequence. Each context-parallel rank has some tokens of an
+answer. The ranks all-reduce the sums in float64; the adjoint all-reduces the gradients. Afterwards each of these ranks
+has the loss of every pair, and counts 1 / cp of it, so that each loss is counted once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,18 +38,29 @@ from trainer.transforms.lora import without_adapters
 
 
 class PreferenceTask(LanguageTask):
-    """The task on this rank. The loss of a sequence is the sum of those of its pairs."""
+    """The task of pairs on this rank. The loss of a sequence is the sum of the losses of its pairs.
+
+    Args:
+        job: The resolved job.
+        dims: The meshes of the run.
+    """
 
     columns = (*LanguageTask.columns, "document_ids")
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
         super().__init__(job, dims)
         self._pairs = 0
-        """Most pairs of a sequence of the batch that is open."""
+        """Largest number of pairs of a sequence in the open batch."""
         self._rewards = Rewards(dims)
 
     def use_model(self, loop: Any) -> None:
-        """Find the reference: the model of a `Trainer`, or another one with the first weights, which stays as it is."""
+        """Set up the reference model.
+
+        It is the loop's own model without its adapters, or a frozen copy of the initial weights.
+
+        Args:
+            loop: The `Trainer`.
+        """
         self._reference = loop.model_parts
         self._reference_pipeline = loop.pipeline
         if reference_of(self.config) == "adapters":
@@ -65,10 +76,15 @@ class PreferenceTask(LanguageTask):
         )
 
     def observers(self) -> list[Observer]:
+        """Return the observers of text, and the rewards."""
         return [*super().observers(), self._rewards]
 
     def counts(self, batch: TextBatch) -> torch.Tensor:
-        """Return the number of pairs of each sequence: (B,) int64."""
+        """Return the number of pairs of each sequence, (B,), int64, on the device.
+
+        Args:
+            batch: A text batch of pairs.
+        """
         return to_device(pairs_of(batch), self._device)
 
     @contextmanager
@@ -78,10 +94,24 @@ class PreferenceTask(LanguageTask):
         model_parts: Sequence[Decoder],
         on_scores: ScoreFunction | None = None,
     ) -> Iterator[RankInputs]:
-        """As of `LanguageTask`, with targets (B, S / cp, 3) float64: labels, documents, losses of the reference."""
+        """Enter the context of `LanguageTask`, and compute the losses of the reference inside.
+
+        Args:
+            batch: A text batch of pairs.
+            model_parts: The model parts of this rank.
+            on_scores: Gets the largest attention scores (QK-clip). None if not needed.
+
+        Yields:
+            This rank's part of the batch; targets (B, S / cp, 3), float64: labels, documents, losses of the
+            reference.
+        """
         self._pairs = int(pairs_of(batch).max())
         with super().batch_context(batch, model_parts, on_scores) as share:
-            columns = share.targets, share.batch["document_ids"], self._reference_losses(share)
+            columns = (
+                share.targets,
+                share.batch["document_ids"],
+                self._reference_losses(share),
+            )
             yield share._replace(
                 targets=torch.stack([column.double() for column in columns], dim=-1)
             )
@@ -102,16 +132,22 @@ class PreferenceTask(LanguageTask):
     def losses(
         self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        """Return this rank's share of the loss of each sequence: (B, 1) float64."""
+        """Return this rank's share of the loss of each sequence, (B, 1), float64.
+
+        Args:
+            part: The model part that has the output.
+            hidden: Hidden states, (B, S / cp, dim).
+            targets: (B, S / cp, 3), see `batch_context`.
+        """
         labels, documents, reference = targets.unbind(-1)
         labels = labels.long()
         documents = documents.long()
         changes = reference - super().losses(part, hidden, labels).double()
         per_token = torch.stack([changes, (labels != IGNORE_INDEX).double()], dim=-1)
-        of_documents = sums_of_documents(per_token, documents, 2 * self._pairs)
-        of_documents = added_up(of_documents, self.dims["cp"])
+        document_sums = sums_of_documents(per_token, documents, 2 * self._pairs)
+        document_sums = added_up(document_sums, self.dims["cp"])
         losses, rewards, exists = pair_losses(
-            of_documents.unflatten(1, (-1, 2)), self.config.dpo
+            document_sums.unflatten(1, (-1, 2)), self.config.dpo
         )
         share = 1 / self.dims.size("cp")
         if torch.is_grad_enabled():
@@ -120,7 +156,13 @@ class PreferenceTask(LanguageTask):
 
 
 def pairs_of(batch: TextBatch) -> torch.Tensor:
-    """Return the number of pairs of each whole sequence: (B,) int64. Padding is a document behind them."""
+    """Return the number of pairs of each whole sequence, (B,), int64.
+
+    Padding counts as a document after the last pair, so an odd document is left out.
+
+    Args:
+        batch: A text batch of pairs.
+    """
     return (batch["document_ids"].max(1).values + 1) // 2
 
 
@@ -129,7 +171,11 @@ def sums_of_documents(
 ) -> torch.Tensor:
     """Return the sums over the tokens of each document: (B, S, C) -> (B, number, C).
 
-    documents: (B, S), the number of each token's document; that of padding may be `number`, and counts as the last one.
+    Args:
+        per_token: Values of each token, (B, S, C).
+        documents: The number of each token's document, (B, S). Padding may have `number`; it counts as the last
+            document.
+        number: Number of documents.
     """
     rows = len(documents)
     columns = per_token.shape[-1]
@@ -146,9 +192,15 @@ def sums_of_documents(
 def pair_losses(
     sums: torch.Tensor, dpo: DPO
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the loss of each pair, (B, pairs), its rewards, (B, pairs, 2) without gradient, and whether it exists.
+    """Compute the loss of each pair.
 
-    sums: (B, pairs, 2, 2), for the chosen and the rejected side its change and its number of tokens.
+    Args:
+        sums: (B, pairs, 2, 2): for the chosen and the rejected side, its change and its number of tokens.
+        dpo: The configuration of DPO.
+
+    Returns:
+        The loss of each pair, (B, pairs); its rewards, (B, pairs, 2), without gradient; whether it exists, (B,
+        pairs).
     """
     changes, tokens = sums.unbind(-1)
     exists = (tokens.detach() > 0).all(-1).to(changes.dtype)
@@ -165,30 +217,50 @@ def pair_losses(
 
 
 class Rewards(Observer):
-    """Reports the mean rewards of chosen and rejected answers, their difference, and how often it is above zero."""
+    """Reports the mean rewards of chosen and rejected answers, their difference, and how often it is above zero.
+
+    Args:
+        dims: The meshes of the run.
+    """
 
     def __init__(self, dims: ParallelDims) -> None:
         self._dims = dims
-        self._of_step = self._sums = dims.zeros(4)
+        self._sums = dims.zeros(4)
+        self._step_sums = self._sums
 
     def add(self, rewards: torch.Tensor, exists: torch.Tensor) -> None:
-        """Add the pairs of a forward, both times the share that this rank counts. rewards: (B, pairs, 2)."""
+        """Add the pairs of a forward.
+
+        Args:
+            rewards: (B, pairs, 2), times the share that this rank counts.
+            exists: (B, pairs), one for each pair that exists, times the share that this rank counts.
+        """
         chosen, rejected = rewards.unbind(-1)
-        right = (chosen > rejected) * exists
+        correct = (chosen > rejected) * exists
         sums = [
             (chosen * (exists > 0)).sum(),
             (rejected * (exists > 0)).sum(),
-            right.sum(),
+            correct.sum(),
             exists.sum(),
         ]
-        self._of_step = self._of_step + torch.stack(sums)
+        self._step_sums = self._step_sums + torch.stack(sums)
 
     def end_step(self, left_out: torch.Tensor) -> None:
-        self._sums, self._of_step = self._of_step, torch.zeros_like(self._of_step)
+        """Keep the step's sums for `record`.
+
+        Args:
+            left_out: A scalar; not used.
+        """
+        self._sums = self._step_sums
+        self._step_sums = torch.zeros_like(self._sums)
 
     def record(self, positions: Positions) -> dict[str, float]:
-        """Return the means of the step's pairs. A collective over all ranks; those of one `tp` have the same."""
+        """Return the means of the step's pairs. A collective over all ranks; tensor-parallel ranks have equal sums.
+
+        Args:
+            positions: Positions of the data streams; not used.
+        """
         sums = all_reduce(self._sums / self._dims.size("tp"), self._dims["world"]).tolist()
-        chosen, rejected, right = (x / max(sums[3], 1e-300) for x in sums[:3])
+        chosen, rejected, correct = (x / max(sums[3], 1e-300) for x in sums[:3])
         names = ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy")
-        return dict(zip(names, (chosen, rejected, chosen - rejected, right), strict=True))
+        return dict(zip(names, (chosen, rejected, chosen - rejected, correct), strict=True))

@@ -1,7 +1,7 @@
-"""The tensors of a batch of text that a rank computes with, as records that nothing changes.
+"""The tensors of a text batch that a rank computes with, as immutable records.
 
 whole sequences      `LanguageTask.whole`: tokens, labels and the other columns that the job uses, in host memory
-this rank's rows     the same tensors inside `context_parallel`, which cuts them in place and gives them back
+this rank's rows     the same tensors inside `context_parallel`, which cuts them in place and restores them
 on the device        `on(device)`: a record of the copies
 chunks               `split(sizes)`: records of consecutive tokens
 the model's inputs   `inputs(plan)`
@@ -16,12 +16,16 @@ from longshard.sharding.tensors import to_device
 from trainer.tasks.task import RankInputs
 
 _ARGUMENTS = ("token_numbers", "next_tokens")
-"""Columns that the model takes if they are there."""
+"""Optional columns that the model takes as arguments."""
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """Tensors by the names of `TextBatch`: (B, S), or (B, S, K) for K further tokens; sources may be (B,)."""
+    """Tensors of a batch, by the names of `TextBatch`.
+
+    Attributes:
+        columns: Tensors of shape (B, S), or (B, S, K) for K further tokens; `sources` may be (B,).
+    """
 
     columns: Mapping[str, torch.Tensor]
 
@@ -32,33 +36,54 @@ class RankBatch:
 
     @property
     def targets(self) -> torch.Tensor:
-        """Return labels, (B, S), or with the labels of further tokens behind them (B, S, 1 + K)."""
+        """Return the labels, (B, S). With K further tokens: labels, then the further labels, (B, S, 1 + K)."""
         labels = self.columns["labels"]
         further = self.columns.get("next_labels")
         return labels if further is None else torch.cat([labels[..., None], further], -1)
 
     def with_columns(self, **columns: torch.Tensor) -> "RankBatch":
-        """Return a record with more columns."""
+        """Return a record with additional columns.
+
+        Args:
+            **columns: The new tensors, by name, (B, S) or (B, S, K).
+        """
         return RankBatch({**self.columns, **columns})
 
     def on(self, device: torch.device) -> "RankBatch":
-        """Return a record of copies on a device."""
+        """Return a record of copies on a device.
+
+        Args:
+            device: The device of the copies.
+        """
         return RankBatch({name: to_device(x, device) for name, x in self.columns.items()})
 
     def split(self, sizes: Sequence[int]) -> list["RankBatch"]:
-        """Return records of consecutive tokens. sizes: the number of tokens of each."""
+        """Return one record per run of consecutive tokens. Columns without a token dimension are left out.
+
+        Args:
+            sizes: Number of tokens of each record.
+        """
         names = [name for name, x in self.columns.items() if x.ndim > 1]
         parts = zip(*(x.split(list(sizes), 1) for x in self.per_token), strict=True)
         return [RankBatch(dict(zip(names, part, strict=True))) for part in parts]
 
     def inputs(self, plan: torch.Tensor | None) -> RankInputs:
-        """Return what the model and its losses take. plan: the handle of the open context, if there is one."""
-        given = {name: self.columns[name] for name in _ARGUMENTS if name in self.columns}
+        """Return the inputs of the model and of its losses.
+
+        Args:
+            plan: The handle of the open attention plan, any shape. None if no context is open.
+        """
+        optional = {name: self.columns[name] for name in _ARGUMENTS if name in self.columns}
         positions = self.columns.get("positions")
-        arguments = {"positions": positions, "attention_plan": plan, **given}
+        arguments = {"positions": positions, "attention_plan": plan, **optional}
         return RankInputs(self.columns["tokens"], arguments, self.targets, batch=self.columns)
 
 
 def token_numbers(sequences: Sequence[int], length: int) -> torch.Tensor:
-    """Return the number of each token in the whole run, (B, length) int64. sequences: numbers of the sequences."""
+    """Return the number of each token in the whole run, (B, length), int64.
+
+    Args:
+        sequences: Numbers of the B sequences in the run.
+        length: Number of tokens of a sequence.
+    """
     return torch.tensor(sequences)[:, None] * length + torch.arange(length)

@@ -1,4 +1,7 @@
-"""The interface of a task to the loop."""
+"""The interface between the training loop and a task: what a batch is, how ranks share it, and its loss.
+
+The loop calls a `Task`; `trainer/tasks/language.py` and `trainer/tasks/preferences.py` implement it.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -15,15 +18,18 @@ from trainer.observer import Observer
 from trainer.parallel.parallel_dims import ParallelDims
 
 Batch = Mapping[str, Any]
-"""The keys are the task's own; those of text are in `trainer/data/loader.py`."""
+"""Each task chooses its keys; `trainer/data/loader.py` has the keys of a text batch."""
 
 
 class RankInputs(NamedTuple):
-    """What this rank computes of a batch.
+    """This rank's part of a batch.
 
-    inputs: of the model, such as tokens (B, S / cp); arguments: its other ones, by name; targets: what the losses need,
-    such as labels (B, S / cp); chunks: the same cut into chunks, which the model runs through one after another; batch:
-    entries of the batch as this rank has them, which observers get with the losses.
+    Attributes:
+        inputs: Input of the model, for example tokens, (B, S / cp).
+        arguments: The other arguments of the model, by name.
+        targets: Input of the losses, for example labels, (B, S / cp).
+        chunks: The same part cut into chunks, which the model runs one after another. Empty without chunks.
+        batch: The entries of the batch as this rank has them; observers get them with the losses.
     """
 
     inputs: Any
@@ -34,51 +40,79 @@ class RankInputs(NamedTuple):
 
     @property
     def parts(self) -> tuple["RankInputs", ...]:
-        """Its chunks, or itself if there are none."""
+        """The chunks, or the record itself if there are none."""
         return self.chunks or (self,)
 
 
 class Task(Protocol):
-    """What a batch is, how ranks share it, and the loss of a position.
+    """What a batch is, how ranks share it, and the loss of each position.
 
-    If `TaskSpec.uses_model`, the loop calls `use_model(trainer)` before the first step, when the model has its weights.
+    If `TaskSpec.uses_model` is set, the loop calls `use_model(trainer)` before the first step, after the weights are
+    loaded.
     """
 
     def build_loader(self) -> Loader:
         """Return the loader of this rank's share of the data."""
 
     def observers(self) -> Sequence[Observer]:
-        """Return what the task counts and reports in each step."""
+        """Return the observers of the task, which count and report values of each step."""
 
     def batch_hash(self, batch: Batch) -> int:
-        """Return a hash that the ranks which share a batch have in common."""
+        """Return a hash of the batch. Ranks that share a batch must get the same hash.
+
+        Args:
+            batch: A batch of this task.
+        """
 
     def counts(self, batch: Batch) -> torch.Tensor:
-        """Return the number of positions with a target in each whole sample: (B,) int64."""
+        """Return the number of positions with a target in each whole sample, (B,), int64.
+
+        Args:
+            batch: A batch of this task.
+        """
 
     def size(self, batch: Batch) -> int:
-        """Return the number of positions of the batch, without padding."""
+        """Return the number of positions of the batch, without padding.
+
+        Args:
+            batch: A batch of this task.
+        """
 
     def batch_context(
         self, batch: Batch, model_parts: Sequence[Model]
     ) -> AbstractContextManager[RankInputs]:
-        """Enter the context of forward AND backward, in which this rank has its share of the batch.
+        """Enter the context of forward AND backward; inside, this rank has its part of the batch.
 
-        With `optimizer.qk_clip`, which the task of tokens has, it also gets `on_scores`, see `longshard.context.live`.
+        With `optimizer.qk_clip`, the language task also takes `on_scores`, see `longshard.context.live`.
+
+        Args:
+            batch: A batch of this task.
+            model_parts: The model parts of this rank.
+
+        Returns:
+            A context manager that yields this rank's part of the batch.
         """
 
     def losses(self, part: Model, hidden: Any, targets: Any) -> torch.Tensor:
-        """Return the loss of each position of this rank: (B, positions), in at least float32.
+        """Return the loss of each position of this rank, (B, positions), in float32 or wider.
 
-        part: the model part that has the output; hidden: what its forward returned.
+        Args:
+            part: The model part that has the output.
+            hidden: What the forward of `part` returned.
+            targets: The targets of `RankInputs`.
         """
 
 
 def check_same_batch(task: Task, batch: Batch, dims: ParallelDims) -> None:
     """Check that the ranks of one data-parallel rank read the same batch. A collective over these ranks.
 
+    Args:
+        task: Computes the hash of the batch.
+        batch: The batch that this rank read.
+        dims: The meshes of the run.
+
     Raises:
-        TrainingError: the batches differ.
+        TrainingError: The ranks read different batches.
     """
     ranks = dims["pp_cp_tp"]
     if not has_peers(ranks):

@@ -26,11 +26,18 @@ from trainer.tasks.task import RankInputs
 class Validation:
     """The validation of one job on this rank.
 
-    task: of training, whose loss and attention are used.
+    Args:
+        job: The resolved job.
+        dims: The meshes of the run.
+        task: The training task; its loss and attention are used.
+
+    Raises:
+        ConfigError: The data have less than one sequence.
     """
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims, task: LanguageTask) -> None:
-        self.dims, self.task = dims, task
+        self.dims = dims
+        self.task = task
         settings = job.config.validation
         training = job.config.training
         self.settings = settings
@@ -47,11 +54,16 @@ class Validation:
 
     @property
     def identity(self) -> dict[str, int]:
-        """What decides the validation data, by name."""
+        """The values that decide which validation data are used, by name."""
         return self._data.describe(self._data.items, self.seq_len)
 
     def due(self, step: int, *, last: bool) -> bool:
-        """Return whether this step is validated: every `validation.freq`-th, and the last one."""
+        """Return whether to validate after this step: every `validation.freq`-th step, and the last one.
+
+        Args:
+            step: Number of the step.
+            last: Whether it is the last step of the run.
+        """
         return last or step % self.settings.freq == 0
 
     def sequences(self) -> Iterator[PackedSequence]:
@@ -67,7 +79,10 @@ class Validation:
             yield sequence
 
     def batches(self) -> Iterator[TextBatch]:
-        """Yield this rank's batches, as many as every other rank has; rows that fill up the last one have no label."""
+        """Yield this rank's batches. All ranks get the same number of batches.
+
+        Sequences that fill up the last batch have no labels.
+        """
         for _, arrays in own_batches(self.sequences(), self._rows, self.dims):
             plan = self.task.batch_planner
             yield (
@@ -79,7 +94,12 @@ class Validation:
     def run(
         self, model_parts: Sequence[nn.Module], pipeline: Pipeline | None
     ) -> ValidationResult:
-        """Return the loss of the whole validation set. A collective over all ranks."""
+        """Return the loss of the whole validation set. A collective over all ranks.
+
+        Args:
+            model_parts: The model parts of this rank.
+            pipeline: Runs the forwards with pipeline parallelism. None without it.
+        """
         started = time.monotonic()
         losses, counts = self.dims.zeros(2, 1)
 

@@ -1,7 +1,7 @@
 """Activation checkpointing of decoder blocks: activations that the backward recomputes instead of keeping them.
 
-A block's `forward` is replaced, on the instance, by one that runs the same code under `torch.utils.checkpoint`. No
-module is added, so that parameters keep their names, from which weights are drawn and by which checkpoints are keyed.
+A block's `forward` is replaced, on the instance, by a forward that runs the same code under `torch.utils.checkpoint`.
+No module is added, so parameters keep their names: weights are drawn from the names, and checkpoints use them as keys.
 """
 
 import types
@@ -33,8 +33,8 @@ EXCHANGES = frozenset(
     }
 )
 
-# By name, because some operators exist on some builds only, and context parallelism registers its own at its first use.
-# An operator's whole output is kept, for attention also the log-sum-exp, so that no key or value is sent again.
+# By name, because some operators exist only in some builds, and context parallelism registers its own at its first use.
+# The whole output of an operator is kept, for attention also the log-sum-exp, so that no key or value is sent again.
 KEPT_OPERATORS = frozenset(
     {
         "aten::_scaled_dot_product_flash_attention_for_cpu",
@@ -61,10 +61,13 @@ def apply_activation_checkpoint(
 ) -> None:
     """Checkpoint all layers or every n-th layer, whole or by operator, as `config` says; in place.
 
-    layers: by number, so that a pipeline's stages checkpoint the same layers as the whole model. apart: layers of which
-    some methods are compiled, and not the whole. By operator, operators of attention are kept there, and experts are
-    recomputed from their input: a graph does not show its operators outside. Call it after tensor parallelism, and
-    before `torch.compile` and `fully_shard`.
+    Call it after tensor parallelism, and before `torch.compile` and `fully_shard`.
+
+    Args:
+        layers: Blocks by number, so that a pipeline's stages checkpoint the same layers as the whole model.
+        config: Table `[activation_checkpoint]`.
+        apart: Layers that are not compiled as a whole, but some of their methods are. By operator, their attention
+            keeps operators, and their experts are recomputed from their input: a graph hides its operators.
     """
     forward = _forward_keeping_inputs
     if config.mode == "memory_budget":
@@ -87,7 +90,7 @@ _OPTIONS = {"use_reentrant": False, "preserve_rng_state": False}
 def _checkpointed(part: str = "forward", **options: Any) -> Callable[..., Any]:
     """Return a function of a block, which checkpoints a part of it.
 
-    Blocks share it, so that torch.compile makes one graph for all of them. They draw no random numbers, so no
+    Blocks share it, so that torch.compile makes one graph for all of them. Blocks draw no random numbers, so no
     generator state is kept.
     """
 
@@ -101,7 +104,7 @@ def _checkpointed(part: str = "forward", **options: Any) -> Callable[..., Any]:
 
 def _forward_with_attention_on_host(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     keep_attention = getattr(self, "keep_attention", None)
-    # a layer whose input stays on the device, such as one for a further token
+    # the input of this layer stays on the device, for example of a layer for a further token
     if keep_attention is None:
         return _forward_keeping_operators(self, *args, **kwargs)
     contexts = partial(_contexts_with_attention_on_host, keep_attention)
@@ -111,9 +114,9 @@ def _forward_with_attention_on_host(self: nn.Module, *args: Any, **kwargs: Any) 
 
 
 def _contexts_keeping_exchanges() -> tuple[Any, Any]:
-    """Keep attention and convolutions over several ranks; the compiler chooses the rest within its budget.
+    """Keep attention and convolutions over several ranks; the compiler chooses the other tensors within its budget.
 
-    Ranks with shards of different lengths might choose differently, and one would wait for an exchange of the other.
+    If ranks with shards of different lengths chose differently, one rank would wait for an exchange of the other.
     """
     return create_selective_checkpoint_contexts(_keep_exchanges)
 
@@ -141,11 +144,14 @@ _experts_keeping_inputs = _checkpointed("with_experts")
 def _contexts_with_attention_on_host(
     keep: Callable[[int, torch.Tensor], Any],
 ) -> tuple[Any, Any]:
-    """Keep the same, but the results of attention by `keep`: (number of the result, tensor) -> what `take` returns."""
+    """Keep the same operators, but keep the results of attention by `keep`.
+
+    keep: (number of the result, tensor) -> an object whose `take` returns the result.
+    """
     results: list[list[Callable[[], Any]]] = []
     modes = _AttentionOnHost(results, keep), _AttentionOnHost(results, None)
     selective = create_selective_checkpoint_contexts(_KeepOperators(_ATTENTION))
-    # These modes are entered first: copies to and from the host are then no operators of the others.
+    # These modes are entered first, so the other modes do not see copies to and from the host.
     return _both(modes[0], selective[0]), _both(modes[1], selective[1])
 
 
@@ -156,7 +162,7 @@ def _both(one: AbstractContextManager, other: AbstractContextManager) -> Iterato
 
 
 class _AttentionOnHost(TorchDispatchMode):
-    """Keeps what attention returns in the forward; takes it in the backward, for which `keep` is None."""
+    """Keeps the results of attention in the forward, and returns them in the backward, where `keep` is None."""
 
     def __init__(
         self,
@@ -164,7 +170,8 @@ class _AttentionOnHost(TorchDispatchMode):
         keep: Callable[[int, torch.Tensor], Any] | None,
     ) -> None:
         super().__init__()
-        self._results, self._keep = results, keep
+        self._results = results
+        self._keep = keep
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -173,7 +180,9 @@ class _AttentionOnHost(TorchDispatchMode):
         if is_attention and self._keep is None:
             return tuple(take() for take in self._results.pop(0))
         out = func(*args, **(kwargs or {}))
-        if is_attention:  # output and log-sum-exp; others are small, or bytes of an exchange
+        if (
+            is_attention
+        ):  # output and log-sum-exp; other results are small, or bytes of an exchange
             self._results.append([self._kept(number, x) for number, x in enumerate(out)])
         return out
 
@@ -194,13 +203,13 @@ class _AttentionOnHost(TorchDispatchMode):
 class _KeepOperators:
     """The policy of one call of one block: keep `KEPT_OPERATORS` and every second matrix product.
 
-    It starts with the second product. A block's last one (of seven, in Llama) only feeds the residual sum, whose
-    backward needs no input, so that keeping its output would save nothing.
+    It starts with the second product. The last product of a block (of seven, in Llama) only feeds the residual sum,
+    whose backward needs no input, so keeping its output would save nothing.
     """
 
     def __init__(self, left_out: frozenset[str] = frozenset()) -> None:
         self.kept = KEPT_OPERATORS - left_out
-        # by whether it recomputes; torch 2.11 asks then too
+        # counts of the forward (False) and of the recomputation (True), where torch 2.11 also calls the policy
         self.products: Counter[bool] = Counter()
 
     def __call__(

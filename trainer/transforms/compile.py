@@ -19,9 +19,9 @@ from trainer.parallel.parallel_dims import ParallelDims
 logger = logging.getLogger("trainer")
 F = TypeVar("F", bound=Callable)
 _GRAPHS = 64
-"""The most graphs of one function. PyTorch allows 8, and then the run ends: a layer has a graph for each kind of
-layers, with and without gradients, with optional arguments and without, and one more where sizes begin to vary."""
-_TAG = " rank "  # the part of the caches' key before it belongs to the user
+"""Largest number of graphs of one function. PyTorch allows 8, and then the run ends. A layer has a graph for each kind
+of layer, with and without gradients, with and without optional arguments, and one more when sizes begin to vary."""
+_TAG = " rank "  # in the caches' key, the text before it belongs to the user
 
 
 def apply_compile(
@@ -33,16 +33,18 @@ def apply_compile(
 ) -> None:
     """Compile the forward of each block as one graph, in place; modules and names stay the same.
 
-    layers: the blocks by number, so that a pipeline's stages recompute the same ones as the whole model. apart: blocks
-    of which some methods of modules are compiled, as a graph each, and nothing else. embedding: the module before the
-    first block, if it is tensor-parallel.
-
     Call it after tensor parallelism and activation checkpointing, which become part of the graph, and before
-    `fully_shard`, whose gathering stays outside.
+    `fully_shard`, whose all-gathers stay outside.
+
+    Args:
+        layers: Blocks by number, so that a pipeline's stages recompute the same layers as the whole model.
+        options: Compilation of the job.
+        embedding: The module before the first block, if it is tensor-parallel.
+        apart: Blocks that are not compiled as a whole, with the methods of modules that are compiled, as a graph each.
     """
     if not options.model:
         return
-    # It warns of in-place operators in checkpointed blocks, on every rank; there are none.
+    # This logger warns of in-place operators in checkpointed blocks, on every rank; the blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for number, block in layers.items():
         if apart and block in apart:
@@ -62,12 +64,12 @@ def apply_compile(
 
 
 def _forward_without_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a block. A function of its own has graphs of its own, which other blocks do not share."""
+    """Run the forward of a block. As a function of its own it has its own graphs, which other blocks do not share."""
     return type(self).forward(self, *args, **kwargs)
 
 
 def _keeping_inputs(forward: F) -> F:
-    """Return a compiled forward whose graphs keep nothing for the backward but their inputs."""
+    """Return a compiled forward whose graphs keep only their inputs for the backward."""
 
     @wraps(forward)
     def budgeted(*args: Any, **kwargs: Any) -> Any:
@@ -86,12 +88,22 @@ def _budget(share: float) -> dict[str, object]:
 
 
 def compiled_loss(loss: F, options: CompileOptions) -> F:
-    """Return `loss`, or its compiled form if the options say so."""
+    """Return `loss`, or its compiled form if the options say so.
+
+    Args:
+        loss: A function.
+        options: Compilation of the job.
+    """
     return _compiled(loss, options) if options.loss else loss
 
 
 def rows_vary(*tensors: torch.Tensor, dim: int = 0) -> None:
-    """Mark the rows of these tensors, dimension `dim`, as dynamic, so that one graph serves all numbers of rows."""
+    """Mark the rows of these tensors as dynamic, so that one graph serves all numbers of rows.
+
+    Args:
+        *tensors: Tensors of any shape.
+        dim: The dimension of the rows.
+    """
     from torch._dynamo import maybe_mark_dynamic
 
     for tensor in tensors:
@@ -119,10 +131,18 @@ def compiler_settings(options: CompileOptions) -> Iterator[None]:
 
     Inductor's settings are options of each function instead, because it may compile a backward on another thread, which
     does not see a context.
+
+    Args:
+        options: Compilation of the job.
+
+    Yields:
+        None.
     """
     settings = {}
     if options.splits_backward:
-        settings["donated_buffer"] = False  # else the first run overwrites inputs of the second
+        settings["donated_buffer"] = (
+            False  # otherwise the first run overwrites inputs of the second
+        )
     if options.memory_budget is not None:
         settings |= _budget(options.memory_budget)
     if not options.any:
@@ -143,6 +163,9 @@ def keep_caches_apart(dims: ParallelDims) -> None:
 
     Compiled code contains the rank's part of a DTensor and the names of its groups, but the key of the cache does not:
     a second run would find another rank's code, and be wrong without an error (pytorch issue 188390).
+
+    Args:
+        dims: The meshes of the run.
     """
     settings = torch.compiler.config
     others = settings.cache_key_tag.partition(_TAG)[0]
@@ -169,7 +192,11 @@ def _check_async(device: torch.device) -> None:
 
 
 def share_memory(mesh: DeviceMesh) -> None:
-    """Let the ranks of a 1-D mesh read and write each other's memory, for asynchronous tensor parallelism."""
+    """Let the ranks of a mesh read and write each other's memory, for asynchronous tensor parallelism.
+
+    Args:
+        mesh: A 1-D mesh.
+    """
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     enable_symm_mem_for_group(mesh.get_group().group_name)
@@ -178,7 +205,9 @@ def share_memory(mesh: DeviceMesh) -> None:
 class Recompilations:
     """A counter of compiled graphs, which warns of graphs that are compiled after the first steps.
 
-    first_step: of this run; in the step after it, the compiler may still meet new shapes.
+    Args:
+        options: Compilation of the job.
+        first_step: First step of this run. In the step after it, the compiler may still see new shapes.
     """
 
     def __init__(self, options: CompileOptions, first_step: int) -> None:
@@ -187,11 +216,15 @@ class Recompilations:
         self._graphs = 0
 
     def expected(self) -> None:
-        """Take what was compiled since the last step for expected."""
+        """Treat all graphs that were compiled since the last step as expected."""
         self._graphs = compiled_graphs() if self._enabled else 0
 
     def step(self, step: int) -> None:
-        """Warn if the step compiled a graph; call it after each step."""
+        """Warn if the step compiled a graph; call it after each step.
+
+        Args:
+            step: Number of the step.
+        """
         if not self._enabled:
             return
         before = self._graphs
@@ -224,9 +257,13 @@ def _wait_inside_autograd(
 def check_compiler(options: CompileOptions, device: torch.device) -> None:
     """Check that this machine can compile, before anything is built.
 
+    Args:
+        options: Compilation of the job.
+        device: The device of this rank.
+
     Raises:
-        ConfigError: there is no C++ compiler; this PyTorch cannot compile domain tensors; for asynchronous tensor
-            parallelism, this PyTorch computes it wrong, or GPUs cannot share memory.
+        ConfigError: There is no C++ compiler, or this PyTorch cannot compile domain tensors. With asynchronous tensor
+            parallelism: this PyTorch computes it wrong, or GPUs cannot share memory.
     """
     if options.overlaps_tensor_parallel:
         _check_async(device)

@@ -22,8 +22,10 @@ _CAPABILITY = (8, 9)
 def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> None:
     """Let the linear modules of `model` multiply in float8, in place; parameters keep their names.
 
-    model: on meta, whole or a stage, before tensor parallelism. Modules whose name contains one of `filter_fqns` are
-    left out. sharded: whether FSDP gathers weights, which it can do in float8.
+    Args:
+        model: On meta, whole or a stage, before tensor parallelism.
+        config: Table `[float8]`. Modules whose name contains an entry of `filter_fqns` are left out.
+        sharded: Whether FSDP gathers weights, which it can do in float8.
     """
     if not config.enable:
         return
@@ -47,7 +49,11 @@ def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> N
 def precompute_scales(model: nn.Module, config: JobConfig) -> None:
     """Compute the scales of all weights for a step's float8 all-gathers, by one reduction over the ranks.
 
-    Weights on the host are copied to the GPU without these scales, and get their own.
+    Weights on the host are copied to the GPU without these scales, and compute their own.
+
+    Args:
+        model: The model part.
+        config: The configuration.
     """
     float8 = config.float8
     on_host = config.training.enable_cpu_offload
@@ -58,7 +64,10 @@ def precompute_scales(model: nn.Module, config: JobConfig) -> None:
 def without_float8_cast(tensor: torch.Tensor) -> torch.Tensor:
     """Return a weight without the wrapper for float8 all-gathers, in the same memory.
 
-    For checkpoints: a file of the wrapped weight could be read only with torchao installed.
+    Checkpoints use it: a file of the wrapped weight could be read only with torchao installed.
+
+    Args:
+        tensor: A tensor of any shape.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -79,6 +88,11 @@ def check_float8_machine(
 ) -> None:
     """Check that this machine can train in float8, before anything is built.
 
+    Args:
+        settings: Table `[float8]`.
+        device: The device of this rank.
+        norms_have_parameters: Whether the model's norms have parameters.
+
     Raises:
         ConfigError: torchao is not installed, or the device cannot multiply or gather in float8.
     """
@@ -95,27 +109,27 @@ def check_float8_machine(
     if not settings.emulate and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY
     ):
-        found = "CPU"
+        machine = "CPU"
         if device.type == "cuda":
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            found = f"{torch.cuda.get_device_name(device)} with {capability}"
+            machine = f"{torch.cuda.get_device_name(device)} with {capability}"
         raise ConfigError(
-            f"float8.enable = true needs a GPU of compute capability {needed} or more, and this is a {found}; set "
-            f"float8.emulate = true for its rounding alone, which is slow, or leave float8.enable out"
+            f"float8.enable = true needs a GPU of compute capability {needed} or more, and this is a {machine}; set "
+            f"float8.emulate = true for its rounding alone, or leave float8.enable out"
         )
-    # Float8 weights alone in their FSDP unit are sent as float8, which gloo does not support; with others, as bytes.
+    # An FSDP unit of float8 weights alone is sent as float8, which gloo does not support; a mixed unit as bytes.
     alone = not norms_have_parameters or not any(
         part in "output" for part in settings.filter_fqns
     )
     if settings.enable_fsdp_float8_all_gather and device.type == "cpu" and alone:
         raise ConfigError(
-            "float8.enable_fsdp_float8_all_gather = true on a CPU needs something beside the float8 weights in each "
+            "float8.enable_fsdp_float8_all_gather = true on a CPU needs other parameters than float8 weights in each "
             "layer and in the output: a model.norm_type other than 'np_layernorm', and 'output' in float8.filter_fqns"
         )
 
 
 def _torchao() -> ModuleType:
-    # its import warns of kernels for other machines, and of itself
+    # importing torchao warns of kernels for other machines, and of torchao itself
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     import torchao.float8

@@ -3,12 +3,13 @@
     y = W x + b + scale B A dropout(x)        A: (rank, inputs), B: (outputs, rank), zero at the start
     scale = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732)
 
-Adapters are parameters `lora_a` and `lora_b` of the linear module itself, so that names of weights stay. With tensor
-parallelism W is cut over rows or columns, so are B or A, and the other one is whole on each rank. A stacked weight of
-experts, such as `w13`, has an adapter for each expert: `w13_lora_a` (E, rank, inputs), `w13_lora_b` (E, outputs, rank).
+Adapters are parameters `lora_a` and `lora_b` of the linear module itself, so the names of weights stay. If tensor
+parallelism cuts the rows of W, it cuts B; if it cuts the columns, it cuts A. The other adapter is whole on each rank. A
+stacked weight of experts, for example `w13`, has an adapter for each expert: `w13_lora_a` (E, rank, inputs),
+`w13_lora_b` (E, outputs, rank).
 
-A dropped input is chosen by a hash of the seed, the module's name, the token's number in the run, and the feature. So
-every layout, a recomputed layer and a resumed run drop the same.
+A hash of the seed, the module's name, the token's number in the run, and the feature decides which inputs are dropped.
+So every layout, a recomputed layer and a resumed run drop the same inputs.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from longshard.sharding.forward import replace_forward
 from longshard.sharding.random_bits import parameter_seed, random_bits
+from longshard.sharding.tensors import wide_type
 from trainer.config.schema import LoRA
 
 A, B = "lora_a", "lora_b"
@@ -32,7 +34,9 @@ A, B = "lora_a", "lora_b"
 class Dropout:
     """Sets a share of the features of each token to zero, and multiplies the others by 1 / (1 - share).
 
-    key: of the module, 63 bits. The share is rounded to a multiple of 2^-16.
+    Attributes:
+        key: Key of the module, 63 bits.
+        share: Share of dropped features, rounded to a multiple of 2^-16.
     """
 
     key: int
@@ -41,24 +45,35 @@ class Dropout:
     def factors(
         self, token_numbers: torch.Tensor, features: range, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Return the factor of each feature of each token: (B, S) int64, tokens of the run -> (B, S, features)."""
+        """Return the factor of each feature of each token, (B, S, features).
+
+        Args:
+            token_numbers: Numbers of the tokens in the run, (B, S), int64.
+            features: The features of this rank.
+            dtype: Dtype of the result.
+        """
         dropped = round(self.share * 2**16)
         groups = torch.arange(
             features.start // 4, -(-features.stop // 4), device=token_numbers.device
         )
-        of_tokens = random_bits(token_numbers.clone(), self.key).unsqueeze(-1)
-        # 16 for each of four features
-        bits = random_bits(groups.expand(*token_numbers.shape, -1).clone(), of_tokens)
+        token_bits = random_bits(token_numbers.clone(), self.key).unsqueeze(-1)
+        # 16 bits for each of four features
+        bits = random_bits(groups.expand(*token_numbers.shape, -1).clone(), token_bits)
         first = features.start % 4
         kept = bits.view(torch.int16)[..., first : first + len(features)] >= dropped - 2**15
         return kept.to(dtype) * (2**16 / (2**16 - dropped))
 
 
 def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
-    """Freeze a model on meta, or a stage of it, but for `settings.whole`, and add adapters to the chosen modules.
+    """Freeze a model on meta, or a stage of it, except `settings.whole`, and add adapters to the chosen modules.
 
-    Call it after tensor parallelism, before expert parallelism, and before a layer's forward is replaced. seed: of the
-    dropout. With dropout the linear modules of layers take `token_numbers` (B, S), see `Dropout`.
+    Call it after tensor parallelism, before expert parallelism, and before a layer's forward is replaced. With dropout
+    the linear modules of layers take `token_numbers`, (B, S), see `Dropout`.
+
+    Args:
+        model: The model or stage, changed in place.
+        settings: Table `[lora]`.
+        seed: Seed of the dropout.
     """
     if not settings.rank:
         return
@@ -80,7 +95,14 @@ def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
 
 @contextmanager
 def without_adapters(model_parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Let forwards inside be those of the frozen weights alone."""
+    """Disable adapters inside this context: forwards use the frozen weights.
+
+    Args:
+        model_parts: The model parts of this rank.
+
+    Yields:
+        None.
+    """
     adapted = [
         module
         for part in model_parts
@@ -99,18 +121,35 @@ def without_adapters(model_parts: Iterable[nn.Module]) -> Iterator[None]:
 def merged(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, settings: LoRA
 ) -> torch.Tensor:
-    """Return W + scale B A of whole tensors, or of each expert's, in at least float32."""
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    """Return W + scale B A, for whole tensors or for each expert, in float32 or wider.
+
+    Args:
+        weight: W, (..., outputs, inputs).
+        a: A, (..., rank, inputs).
+        b: B, (..., outputs, rank).
+        settings: Table `[lora]`.
+    """
+    wide = wide_type(weight.dtype)
     return weight.to(wide) + settings.scale * (b.to(wide) @ a.to(wide))
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of that name is one of an adapter."""
+    """Return whether a parameter belongs to an adapter.
+
+    Args:
+        name: Name of the parameter.
+    """
     return name.endswith((A, B))
 
 
 def init_adapter(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-    """Draw A uniformly, with a variance of 1 / (3 inputs), and set B to zero, so that training starts from W."""
+    """Draw A uniformly, with a variance of 1 / (3 inputs), and set B to zero, so that training starts from W.
+
+    Args:
+        name: Name of the parameter.
+        parameter: A or B, (..., rank, inputs) or (..., outputs, rank), filled in place.
+        generator: The source of random numbers.
+    """
     if name.endswith(A):
         bound = parameter.shape[-1] ** -0.5
         parameter.uniform_(-bound, bound, generator=generator)
@@ -166,7 +205,10 @@ def _adapted(
     x: torch.Tensor,
     token_numbers: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """over_inputs: each rank has a part of the inputs; the sums over ranks stay open, as those of W x do."""
+    """Return the output with the adapter.
+
+    over_inputs: each rank has a part of the inputs; the result is a partial sum over ranks, like W x.
+    """
     if not module.adapters_on:
         return linear(x)
     kept = x.to_local() if over_inputs else x

@@ -1,22 +1,23 @@
-"""The input of each checkpointed block waits for the backward in host memory, or is computed again from another one.
+"""The input of each checkpointed block waits for the backward in host memory, or is recomputed from another input.
 
 If asked, the results of attention that selective checkpointing keeps wait there too, in the same way.
 
 A checkpointed block keeps its input alone, 2 bytes an element in bfloat16, for every layer and token: at long context
-this is the largest part of the activations. Offloaded, it is copied to the host while the block computes, and comes
-back while the backward of the block after it computes, so that the device holds the inputs of about two blocks. In
-groups of blocks, the first one's input is kept. The backward of the last one first runs the blocks before it forward,
-without gradients, and has the other inputs from there: each block but the last of a group runs once more. FSDP gathers
-their weights then, and frees them after their backward.
+this is the largest part of the activations. An offloaded input is copied to the host while its block computes. It comes
+back while the next block's backward computes. So the device holds the inputs of about two blocks.
 
-Copies run on a stream of their own, all on one, so that a host buffer that is used again needs no further order. The
-rules, of which each was a bug of some program (torchtune pull request 1867, trl issue 7195):
+In groups of blocks, only the first block's input is kept. The backward of the last block first runs the blocks before
+it forward, without gradients, and so computes the other inputs: each block except the last of a group runs once more.
+FSDP gathers their weights then, and frees them after their backward.
 
-* a copy waits for what the compute stream of that moment has queued, so that its source is written and the memory of
-  its target is no longer read;
-* a tensor is kept alive until the compute stream waits for the copy that reads it, because its memory goes to the next
-  tensor of that stream at once;
-* what comes back is used after the compute stream waits for the copy.
+All copies run on one stream of their own, so a host buffer that is used again needs no further order. The rules, each
+of them once a bug of some program (torchtune pull request 1867, trl issue 7195):
+
+* A copy waits for all work that the compute stream has queued by then. So its source is written, and nobody reads the
+  memory of its target any more.
+* A tensor is kept alive until the compute stream waits for the copy that reads it. Otherwise the next tensor of that
+  stream would get its memory at once.
+* A tensor that comes back is used after the compute stream waits for the copy.
 """
 
 import weakref
@@ -37,7 +38,13 @@ from trainer.parallel.machine import MACHINE, Machine
 
 
 class CopyStream:
-    """The stream of the copies between host and device. On CPUs a copy is done when it is posted."""
+    """The stream of the copies between host and device. On CPUs a copy is done at once.
+
+    Args:
+        device_type: The device type of the job.
+        key: The setting that asks for host memory, for messages.
+        machine: The machine of this rank.
+    """
 
     def __init__(
         self,
@@ -51,7 +58,15 @@ class CopyStream:
         self._stream = None if device_type == "cpu" else torch.Stream(self._device)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
-        """Queue a copy after what the current stream has queued so far; return what `wait` takes."""
+        """Queue a copy after all work that the current stream has queued so far.
+
+        Args:
+            target: A tensor of any shape.
+            source: A tensor of the same shape.
+
+        Returns:
+            The argument of `wait`.
+        """
         if self._stream is None:
             target.copy_(source)
             return None
@@ -62,54 +77,72 @@ class CopyStream:
         return current, self._stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Let what is queued from here on wait for a copy, on the stream of the memory that it writes or reads."""
+        """Let all later work wait for a copy, on the stream of the memory that it writes or reads.
+
+        Args:
+            copied: The result of `copy`.
+        """
         if copied is not None:
             stream, event = copied
             stream.wait_event(event)
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a tensor, page-locked for a GPU, without which copies do not overlap.
+        """Return host memory for a tensor. For a GPU it is page-locked; otherwise copies would not overlap.
+
+        Args:
+            tensor: A tensor of any shape.
 
         Raises:
-            MemoryError: the system does not lock so much.
+            MemoryError: The system does not lock this amount of memory.
         """
         return self._machine.host_like(tensor, self._device.type, self._key)
 
     def device_like(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return memory on the device for what a buffer holds."""
+        """Return memory on the device for the contents of a buffer.
+
+        Args:
+            buffer: A tensor of any shape, in host memory.
+        """
         return torch.empty_like(buffer, device=self._device)
 
 
 @dataclass
 class KeptInput:
-    """A block's input between forward and backward: on the device, on the host, on its way, or to be computed again."""
+    """A block's input between forward and backward: on the device, on the host, or being copied."""
 
     inputs: "HostInputs"
     kind: Hashable
     tensor: Any
-    """On the device; None while it is on the host alone."""
+    """The input on the device; None while it is on the host alone."""
     buffer: Any
-    """In host memory; None if it stays on the device."""
+    """The input in host memory; None if it stays on the device."""
     copied: Any
     """The last copy."""
     before: "weakref.ref[KeptInput | RecomputedInput] | None"
     """The input of the block before."""
 
     def fetch(self) -> Any:
-        """Begin to copy it back to the device, unless it is there; return what `take` will return."""
+        """Begin to copy the input back to the device, unless it is there.
+
+        Returns:
+            The result of `take`.
+        """
         if self.tensor is None:
             self.tensor = self.inputs.copies.device_like(self.buffer)
             self.copied = self.inputs.copies.copy(self.tensor, self.buffer)
         return self.tensor
 
     def on_device(self) -> Any:
-        """Return it on the device, where the caller is the last to hold it if the host has it."""
+        """Return the input on the device. If the host has it, the caller holds the last reference to it."""
         tensor = self.fetch()
         self.release()
         return tensor
 
     def take(self) -> Any:
-        """Return it on the device, and fetch the input of the block before. A backward in parts takes it repeatedly."""
+        """Return the input on the device, and fetch the input of the block before.
+
+        A backward in parts takes it repeatedly.
+        """
         tensor = self.on_device()
         before = self.before and self.before()
         self.before = None
@@ -124,7 +157,7 @@ class KeptInput:
             self.tensor = None
 
     def __del__(self) -> None:
-        self.release()  # it may have been fetched for nothing
+        self.release()  # it may have been fetched and not used
         if self.buffer is not None:
             self.inputs.free[self.kind].append(self.buffer)
 
@@ -143,13 +176,13 @@ class RecomputedInput:
             self.before.fetch()
 
     def on_device(self) -> Any:
-        """Return it, computed unless it was for a later block of the group; it stays until `take`."""
+        """Return the input. It is computed once for all later blocks of the group, and stays until `take`."""
         if self.tensor is None:
             self.tensor = self.run(self.before.on_device())
         return self.tensor
 
     def take(self) -> Any:
-        """Return it, and fetch the input of the block before if that is the group's first."""
+        """Return the input, and fetch the input of the block before if that block is the group's first."""
         tensor = self.on_device()
         self.tensor = None
         self.before.fetch()
@@ -157,27 +190,39 @@ class RecomputedInput:
 
 
 class HostInputs:
-    """The inputs of a model part's blocks, and a pool of host buffers. All micro-batches in flight share it."""
+    """The inputs of a model part's blocks, and a pool of host buffers. All micro-batches in flight share it.
+
+    Args:
+        copies: A `CopyStream`, or a stand-in of a test.
+    """
 
     def __init__(self, copies: Any) -> None:
         self.copies = copies
-        """A `CopyStream`, or what a test puts in its place."""
         self.free: dict[Hashable, list[Any]] = defaultdict(list)
-        """Buffers that hold nothing. The next copy into one is queued after those that still read it."""
+        """Empty buffers. The next copy into a buffer is queued after the copies that still read it."""
         self._last: weakref.ref[KeptInput | RecomputedInput] | None = None
         self._leaving: KeptInput | None = None
         self.run: Callable[[Any], Any] | None = None
-        """What computes the output of the last block of a forward so far from its input, without gradients."""
+        """Computes the output of the latest block of a forward from its input, without gradients."""
 
     def recompute(self) -> RecomputedInput:
-        """Return the input of a block, to be computed again by the block before it."""
+        """Return the input of a block, which the block before it computes again."""
         self._leave()
         kept = RecomputedInput(self._last(), self.run)
         self._last = weakref.ref(kept)
         return kept
 
     def keep(self, tensor: Any, *, is_first: bool, to_host: bool) -> KeptInput:
-        """Keep a block's input until its backward takes it. is_first: of the blocks of a forward."""
+        """Keep a block's input until its backward takes it.
+
+        Args:
+            tensor: The input.
+            is_first: Whether the block is the first of a forward.
+            to_host: Whether to copy it to the host.
+
+        Returns:
+            The record of the input.
+        """
         self._leave()
         before = None if is_first else self._last
         kind = (tensor.shape, tensor.stride(), tensor.dtype)
@@ -192,7 +237,10 @@ class HostInputs:
         return kept
 
     def _leave(self) -> None:
-        """Drop the device's memory of the last input: with one at most, it does not grow with the layers."""
+        """Drop the device's memory of the last input.
+
+        At most one input is kept, so memory does not grow with the layers.
+        """
         if self._leaving is not None:
             self._leaving.release()
             self._leaving = None
@@ -204,10 +252,15 @@ def apply_offload(
     device_type: str,
     machine: Machine = MACHINE,
 ) -> None:
-    """Let the inputs of the checkpointed layers wait on the host, or be computed again, as `settings` say; in place.
+    """Let the inputs of the checkpointed layers wait on the host, or be recomputed, as `settings` say; in place.
 
-    layers: of a model or of a pipeline's stage, in their order. Call it after activation checkpointing and
-    `torch.compile`, and before `fully_shard`.
+    Call it after activation checkpointing and `torch.compile`, and before `fully_shard`.
+
+    Args:
+        layers: Layers of a model or of a pipeline's stage, in their order.
+        settings: Table `[activation_checkpoint]`.
+        device_type: The device type of the job.
+        machine: The machine of this rank.
     """
     checkpointed, kept, offloaded = (
         choose(map(int, layers))
@@ -244,26 +297,26 @@ def _offloading(
     def offloading(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *args, **kwargs)
-        # emptied after the forward: autograd holds `pack` until the backward
-        given = [x]
-        found = []
+        # both lists are emptied after the forward: autograd holds `pack` until the backward
+        block_input = [x]
+        kept = []
 
         def pack(tensor: torch.Tensor) -> Any:
-            if not _is_same(tensor, given[0]):
+            if not _is_same(tensor, block_input[0]):
                 return tensor
-            if not found:
-                found.append(keep(tensor))
-            return found[0]
+            if not kept:
+                kept.append(keep(tensor))
+            return kept[0]
 
         with saved_tensors_hooks(pack, _take):
             result = forward(x, *args, **kwargs)
-        if not found:
+        if not kept:
             raise RuntimeError(
                 "activation_checkpoint.offload = 'inputs', or a group of layers, has not seen the input of a layer "
                 f"among the tensors that PyTorch {torch.__version__} keeps for the backward; use neither"
             )
-        given.clear()
-        found.clear()
+        block_input.clear()
+        kept.clear()
         inputs.run = (
             torch.no_grad()(lambda x: block(x, *args, **kwargs)) if runs_again else None
         )
