@@ -18,11 +18,7 @@ from trainer.components.early_update import EarlyUpdates
 from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger
 from trainer.components.norms import UpdateNorms
-from trainer.components.optimizer import (
-    build_optimizer,
-    can_mask_update,
-    check_groups,
-)
+from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups
 from trainer.components.preparation import prepare_machine, prepare_process
 from trainer.components.qk_clip import QKClip
 from trainer.components.step_outcome import StepGuard

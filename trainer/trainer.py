@@ -12,9 +12,7 @@ from longshard.sharding.exchange import all_reduce
 from trainer.assembly import Assembly
 from trainer.components.lr_scheduler import scheduled_rate
 from trainer.components.norms import clip_gradients, settle_gradients, squared_norm
-from trainer.components.optimizer import (
-    mask_update,
-)
+from trainer.components.optimizer import mask_update
 from trainer.components.profiling import profiling
 from trainer.components.step_metrics import StepRecord
 from trainer.components.step_outcome import StepTotals

@@ -24,12 +24,7 @@ from trainer.families.dense import SCALARS
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.rotary_entries import FULL
-from trainer.families.sparse import (
-    LATENT,
-    NO_BIASES,
-    SIGMOID_EXPERTS,
-    SIGMOID_NAMES,
-)
+from trainer.families.sparse import LATENT, NO_BIASES, SIGMOID_EXPERTS, SIGMOID_NAMES
 from trainer.hugging_face.config_json import Entries
 from trainer.hugging_face.pairs import HFTensor
 

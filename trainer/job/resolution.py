@@ -31,10 +31,7 @@ from trainer.job.training import (
     check_schedule,
     check_trackers,
 )
-from trainer.job.transforms import (
-    check_activation_checkpoint,
-    resolve_compilation,
-)
+from trainer.job.transforms import check_activation_checkpoint, resolve_compilation
 from trainer.stores.initial_weights import check_initial_weights
 
 TASKS: Registry[TaskSpec] = Registry("task", {Language.name: Language()})

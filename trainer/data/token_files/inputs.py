@@ -13,11 +13,7 @@ from trainer.data.sources.files import contents, number_of
 from trainer.data.sources.records import text_of_file
 from trainer.data.sources.registry import DataSettings, Part, files_of, source_of
 from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
-from trainer.data.tokenizers.tokenizer import (
-    open_tokenizer,
-    tokenizer_hash,
-    vocab_size_of,
-)
+from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
 
 _FORMAT = 2
 

@@ -15,17 +15,9 @@ from trainer.config.data import CONVERSATIONS
 from trainer.data.sources.files import write_whole
 from trainer.data.sources.records import Tally
 from trainer.data.sources.registry import DataSettings, Part, documents_of, source_of
-from trainer.data.token_files.format import (
-    CODES,
-    NOTES,
-    index_bytes,
-    open_pair,
-)
+from trainer.data.token_files.format import CODES, NOTES, index_bytes, open_pair
 from trainer.data.tokenizers import chat_notes
-from trainer.data.tokenizers.tokenizer import (
-    NOTHING,
-    vocab_size_of,
-)
+from trainer.data.tokenizers.tokenizer import NOTHING, vocab_size_of
 
 
 @contextmanager
