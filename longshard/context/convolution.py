@@ -163,7 +163,7 @@ def convolved(
     Args:
         rows: (B, R, C); for one tile R is S + kernel - 1.
         weight: (C, 1, kernel).
-        reach: (B, S), the number of taps before each output that are in its document; None if absent.
+        reach: (B, S), the number of earlier tokens in the document of each output; None if absent.
         tiles: The tiles.
     """
     last = weight.shape[2] - 1
@@ -188,7 +188,7 @@ def gradients(
 
     Args:
         rows: The gradients of the outputs, (B, R, C).
-        reach: (B, R), the number of taps before each output that are in its document; None if absent.
+        reach: (B, R), the number of earlier tokens in the document of each output, at most kernel - 1; None if absent.
         x: (B, S, C).
         weight: (C, 1, kernel).
         tiles: The tiles.

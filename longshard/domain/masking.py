@@ -57,7 +57,7 @@ def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
     Args:
         x: The tensor, any shape.
         mask: The mask, bool, in the shape of the first dimensions of x.
-        value: A number, one row for all, or as many rows as x[mask] has.
+        value: A number, one row for all, or a row for each row of x[mask].
 
     Raises:
         IndexError: The mask has other sizes than x, or there are more or fewer rows.

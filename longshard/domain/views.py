@@ -269,11 +269,11 @@ def _concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> D
             on_first = sized([x.shape[dim], *[0] * (axis.degree - 1)])
             here = Axis(on_first, axis.group)
         parts.append(own_part(x, Domain(domain.axes | {dim: here}), torch.Size(x.shape)))
-        behind = [
+        shifted = [
             [(start + length, stop + length) for start, stop in own]
             for own in here.layout.ranges
         ]
-        ranges = [union([*before, *own]) for before, own in zip(ranges, behind, strict=True)]
+        ranges = [union([*before, *own]) for before, own in zip(ranges, shifted, strict=True)]
         length += x.shape[dim]
     layout = AxisLayout(axis.layout.name, length, tuple(ranges))
     return wrapped(function(parts, dim), Domain(domain.axes | {dim: Axis(layout, axis.group)}))

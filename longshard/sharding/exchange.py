@@ -184,7 +184,7 @@ def allocate(
 
     Args:
         group: The group.
-        size: Sizes; the memory has as many elements as their product.
+        size: Sizes; their product is the number of elements.
         dtype: The type of the elements.
         device: The device of the memory.
 

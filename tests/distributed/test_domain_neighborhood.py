@@ -279,7 +279,7 @@ def test_lower_precisions() -> None:
         ((4, 2), {"kernel_size": (5, 3), "dilation": (2, 1)}, "kernel of at most 4"),
         ((4, 2), {"kernel_size": 2, "stride": 3}, "stride at most the kernel size"),
         ((4, 2), {"kernel_size": 0}, "at least 1"),
-        ((4, 3), {"kernel_size": 3}, "divides q's"),
+        ((4, 3), {"kernel_size": 3}, "must divide q's"),
         ((4, 2), {"kernel_size": (3, 3, 3)}, "2 spatial dimensions"),
     ],
 )

@@ -54,12 +54,15 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "old reduction": (lambda x, _: F.mse_loss(torch.ones(X), x, reduce=False), "`reduce`, `size_average`, or a red"),
     "classes": (lambda x, _: F.cross_entropy(x.transpose(1, 2), torch.zeros(2, 4, 5).long()), "sharded classes"),
     "diagonals": (lambda x, _: torch.einsum("bchc->bh", x[..., :4]), "an index that a tensor has twice"),
-    "rows by a mask": (lambda x, _: x[:, :, torch.arange(6) > 2], "a mask of truths stands alone; index by it first"),
-    "rows by a tensor, changed": (lambda x, y: x.__setitem__(torch.tensor([0]), 1), "tensors of numbers that are read"),
+    "rows by a mask": (lambda x, _: x[:, :, torch.arange(6) > 2], "a boolean mask must be the only index; index by it"),
+    "rows by a tensor, changed": (
+        lambda x, y: x.__setitem__(torch.tensor([0]), 1),
+        "tensors of numbers can only be read",
+    ),
     "a part in place": (lambda x, y: x[:, :1].__setitem__(0, 1), "change a `clone` of it"),
     "numbers of each element": (
         lambda x, y: x.scatter_add(2, torch.arange(240).view(X) % 6, y),
-        "numbers that differ beside the dimension; expand them",
+        "numbers that differ along other dimensions; expand them",
     ),
     "numbers of some rows": (lambda x, y: x.gather(1, torch.zeros(1, 4, 6, 5).long()), "numbers of some rows only"),
     "classes of data": (lambda x, y: F.one_hot(x.long()), "a number of classes that depends on data"),

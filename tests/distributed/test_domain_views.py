@@ -112,4 +112,4 @@ def copies() -> list[str]:
 def test_a_copy_in_place_of_a_view_is_neither_changed_nor_used_when_stale(pool: WorkerPool, world_size: int) -> None:
     for said in pool.run(world_size, copies):
         assert ["may be a copy where torch has a view" in text for text in said] == [True] * 3
-        assert ["that was changed in place since" in text for text in said] == [False, False, True]
+        assert ["that tensor was changed in place since" in text for text in said] == [False, False, True]

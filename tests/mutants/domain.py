@@ -216,8 +216,8 @@ DOMAIN = (
     Mutant(
         "rows that are put together keep their numbers",
         f"{_DOMAIN}/views.py",
-        "behind = [[(start + length, stop + length) for",
-        "behind = [[(start, stop) for",
+        "shifted = [[(start + length, stop + length) for",
+        "shifted = [[(start, stop) for",
         "tests/distributed/test_domain_rows.py::test_rows_stay_at_their_owners",
     ),
     Mutant(

@@ -161,7 +161,7 @@ def test_every_causal_model_with_windows(name: str) -> None:
         model.zero_grad()
         result = over_ranks(model, "sdpa")
         assert result < TOLERANCE if isinstance(result, float) else len(result.splitlines()) == 1, result
-        assert name not in QUICK or "call `register_transformers_attention()`" in result
+        assert name not in QUICK or "Call `register_transformers_attention()`" in result
 
 
 # ---- check_model
@@ -221,7 +221,7 @@ def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
     model = model_of("Mistral")
     (row,) = verified(model).rows
     assert (row.what, row.result) == ("the model", "REFUSED")
-    assert "call `register_transformers_attention()`" in row.detail
+    assert "Call `register_transformers_attention()`" in row.detail
     model.set_attn_implementation("context_parallel")
     assert verified(model).holds
     model.config.sliding_window = SEQ_LEN

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 EXPANDED_BYTES = 1 << 30
-"""Keys and values of as few heads are computed at a time as take at most these bytes; of one head at least."""
+"""The most bytes of keys and values that are computed at a time. At least one head is computed at a time."""
 
 
 def value_dim(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> int:

@@ -91,7 +91,7 @@ class KernelPass:
             begins = (x.positions == 0).view(*x.positions.shape, *(1,) * (decay.ndim - 2))
             decay = decay.masked_fill(begins, RESET)
             self._goes_on = ~begins
-        # The kernels without erasure take as many heads of queries and keys as of values.
+        # The kernels without erasure take the same number of heads of queries, keys and values.
         self._shared = states // heads if x.beta is None else 1
         q, k = (part.to(x.v.dtype).repeat_interleave(self._shared, 2) for part in (x.q, x.k))
         self._inputs = [
