@@ -171,7 +171,7 @@ def cover_once(boxes: Sequence[Box], sizes: Sequence[int]) -> bool:
     ):
         return False
     edges = sorted({0, sizes[0], *(edge for box in boxes for edge in box[0])})
-    slabs: list[list[Box]] = [[] for _ in edges[1:]]
+    slabs = [[] for _ in edges[1:]]
     for (start, stop), *other_ranges in boxes:
         for slab in slabs[bisect_left(edges, start) : bisect_left(edges, stop)]:
             slab.append(other_ranges)

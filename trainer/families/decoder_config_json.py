@@ -195,7 +195,7 @@ class HFDecoder:
         longest = args.max_seq_len
         scaling = args.rope_scaling
         rope = rope_entries(args.rope_scaling)
-        part_entries: dict[str, Any] = {}
+        part_entries = {}
         for part in self.parts:
             needed, words = part.needs
             if needed and getattr(args, needed) is None:

@@ -88,7 +88,7 @@ def _write_phi3(args: TransformerArgs) -> Fields:
     long = args.rope_scaling
     if long is None:
         return {}
-    entries: Fields = {"original_max_position_embeddings": long.original_max_seq_len}
+    entries = {"original_max_position_embeddings": long.original_max_seq_len}
     if long.attention_factor is None and args.max_seq_len <= round(
         long.factor * long.original_max_seq_len
     ):

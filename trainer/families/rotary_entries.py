@@ -149,7 +149,7 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
     """
     if scaling is None:
         return {"rope_type": "default"}
-    entries: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    entries = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
         return entries
     entries["original_max_position_embeddings"] = scaling.original_max_seq_len

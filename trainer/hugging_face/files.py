@@ -68,7 +68,7 @@ def plan_files(
 
 
 def _new_file(file: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> NewFile:
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    entries = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     start = 0
     starts = {}
     for name in sorted(shapes, key=lambda name: -BYTES[dtypes[name]]):

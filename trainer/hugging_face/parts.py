@@ -27,7 +27,7 @@ def wider_types(tensors: Mapping[str, Stored]) -> dict[str, torch.dtype]:
         tensors: The tensors of a folder, by name.
     """
     floats = {name: stored for name, stored in tensors.items() if stored.dtype in FLOATS}
-    elements: Counter[str] = Counter()
+    elements = Counter()
     for stored in floats.values():
         elements[stored.dtype] += math.prod(stored.shape)
     usual = BYTES[elements.most_common(1)[0][0]] if elements else 0

@@ -247,7 +247,7 @@ class HFReader(FileSystemReader):
                 )
             )
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
+        done = Future()
         done.set_result(None)
         return done
 

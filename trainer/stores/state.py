@@ -71,7 +71,7 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
         if name not in model.free_to_change
     }
     lora = config.lora
-    adapters: dict[str, Any] = {"lora.rank": lora.rank}
+    adapters = {"lora.rank": lora.rank}
     if lora.rank:
         adapters |= {
             "lora.alpha": lora.alpha,
