@@ -124,7 +124,7 @@ def planted_case(folder: str, arguments: list[str], fault: str) -> None:
     [
         (
             "surplus",
-            "it holds optimizer.layers.7.wq.weight.exp_avg, which this model does not have; surplus entries: 1",
+            "it holds optimizer.layers.7.wq.weight.exp_avg, which this model lacks; surplus entries: 1",
         ),
         *slow(
             ("missing", "Missing key in checkpoint state_dict: optimizer.norm.weight.exp_avg"),

@@ -160,7 +160,7 @@ class WholeState(TensorsOnly):
         )
         if surplus:
             raise ValueError(
-                f"it holds {surplus[0]}, which this model does not have; surplus entries: {len(surplus)}"
+                f"it holds {surplus[0]}, which this model lacks; surplus entries: {len(surplus)}"
             )
         return super().create_global_plan(global_plan)
 

@@ -205,8 +205,8 @@ class Rounding:
             error = math.sqrt(self.error / self.update)
             logger.warning(
                 f"rounded to {name}, {self.lost / self.moved:.1%} of the weights that the adapters change are as "
-                f"before. The rounding error is {error:.2f} of the norm of the change; float32 keeps all of it, "
-                "and so does lct convert to-peft"
+                f"before. The rounding error is {error:.2f} of the norm of the change; "
+                "float32 keeps all of it, and so does lct convert to-peft"
             )
 
 

@@ -83,8 +83,8 @@ def configured_scaling(
         return None
     if kind == "longrope":
         raise ConfigError(
-            f"model.rope_scaling = {settings.rope_scaling} is not for LongRoPE, whose factors belong to the "
-            f"model; leave it out, or set model.rope_scaling_type too"
+            f"model.rope_scaling = {settings.rope_scaling} is not for LongRoPE, whose factors "
+            f"belong to the model; leave it out, or set model.rope_scaling_type too"
         )
     usual = RopeScaling(settings.rope_scaling, kind=kind)
     if kind == "linear":

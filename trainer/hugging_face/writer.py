@@ -187,8 +187,8 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
         None,
     ):
         raise ConfigError(
-            f"{source} has quantised weights, such as {quantised} in {tensors[quantised].dtype}, to which no rows are "
-            f"added; name a folder that a run has exported"
+            f"{source} has quantised weights, such as {quantised} in {tensors[quantised].dtype}, to which "
+            f"no rows are added; name a folder that a run has exported"
         )
     with tempfile.TemporaryDirectory() as carried:
         carry(source, Path(carried))

@@ -212,8 +212,8 @@ def _join(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waitin
     """Act as another node: register with the first node, and wait for its verdict; DistError if that node ends."""
     if (job := store.get("job").decode()) != nodes.job:
         raise ConfigError(
-            f"the job {job!r} gathers at this MASTER_ADDR and MASTER_PORT, but this is {nodes.job!r}. Give each job a "
-            "MASTER_PORT of its own, or all nodes of a job the same RDZV_ID"
+            f"the job {job!r} gathers at this MASTER_ADDR and MASTER_PORT, but this is {nodes.job!r}. Give "
+            "each job a MASTER_PORT of its own, or all nodes of a job the same RDZV_ID"
         )
     if store.check(["verdict"]) and not store.get("verdict"):
         raise ConfigError(
@@ -224,8 +224,8 @@ def _join(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waitin
     text = json.dumps(me)
     if (other := json.loads(store.compare_set(key, "", text)))["name"] != me["name"]:
         raise ConfigError(
-            f"NODE_RANK = {nodes.rank} is also the rank of {other['name']}, and this is {me['name']}; give each node a "
-            "NODE_RANK of its own"
+            f"NODE_RANK = {nodes.rank} is also the rank of {other['name']}, and this is {me['name']}; give "
+            "each node a NODE_RANK of its own"
         )
     store.set(key, text)  # this node may have been started again
     while not store.check(["verdict"]):

@@ -62,7 +62,8 @@ def check_initial_weights(
     else:
         raise ConfigError(
             f"{_KEY} = {address!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a {STATE_FILE} of a "
-            "checkpoint. Name a Hugging Face folder on this machine, or a folder step-N of a run's checkpoints"
+            "checkpoint. Name a Hugging Face folder on this machine, or a folder step-N of "
+            "a run's checkpoints"
         )
 
 
