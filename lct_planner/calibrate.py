@@ -1,7 +1,7 @@
-"""Measure a record of this machine's CPU: a few short runs of a job, whose times its quantities explain. Torch-free.
+"""Measures a record of this machine's CPU: a few short runs of a job explain its times by quantities. Torch-free.
 
-Each run is `lct train` on one rank. Their step times are sums of (quantity of the traced step) x (seconds a unit);
-non-negative seconds are found by least squares of relative errors.
+Each run is `lct train` on one rank. Its step time is a sum of (quantity of the traced step) x (seconds per unit). Least
+squares of relative errors find non-negative seconds.
 """
 
 import json
@@ -25,10 +25,15 @@ QUANTITIES = ("products", "attention_forward", "attention_backward", "launches",
 
 
 def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
-    """Run the job at several lengths on one rank, write the record, and return what was found in words.
+    """Return the result in words, after running the job at several lengths on one rank and writing the record.
+
+    Args:
+        arguments: Command line of the job.
+        path: File of the record.
+        memory: Memory of this machine in bytes.
 
     Raises:
-        ConfigError: a run failed.
+        ConfigError: A run failed.
     """
     length = parse_command_line(list(arguments)).config.training.seq_len
     full = "--activation_checkpoint.mode=full"
@@ -50,15 +55,19 @@ def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
     costs = np.zeros(len(QUANTITIES))
     # which the length changes as it changes products: it is measured apart
     costs[-1] = 1 / bandwidth()
-    of_memory = np.array(rows) @ costs
-    costs[:-1] = non_negative(np.array(rows)[:, :-1], np.array(seconds), of_memory)
+    memory_seconds = np.array(rows) @ costs
+    costs[:-1] = non_negative(np.array(rows)[:, :-1], np.array(seconds), memory_seconds)
     path.write_text(record(memory, dict(zip(QUANTITIES, costs, strict=True))), encoding="utf-8")
     errors = np.abs(np.array(rows) @ costs / seconds - 1)
     return f"{path}: {len(runs)} runs, explained to {median(errors):.1%} (median), {errors.max():.1%} (largest)"
 
 
 def quantities(profile: Profile) -> list[float]:
-    """Return what a step takes of each quantity."""
+    """Return the amount of each quantity in a step.
+
+    Args:
+        profile: The profile of the step.
+    """
     sums = dict.fromkeys(QUANTITIES, 0.0)
     for amounts in profile.work.values():
         for key, amount in amounts.items():
@@ -68,12 +77,13 @@ def quantities(profile: Profile) -> list[float]:
 
 
 def step_seconds(job: Sequence[str]) -> float:
-    """Return the time of a step of a job on one rank of this machine, the median of a few.
+    """Return the time of a step of a job on one rank of this machine, the median of a few steps.
 
-    job: a command line that begins with --job.config_file and, as a word of its own, the file.
+    Args:
+        job: A command line that begins with --job.config_file and, as a separate word, the file.
 
     Raises:
-        ConfigError: the run failed.
+        ConfigError: The run failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         settings = [
@@ -106,7 +116,7 @@ def step_seconds(job: Sequence[str]) -> float:
 
 
 def bandwidth() -> float:
-    """Return the bytes a second that one core reads and writes in memory."""
+    """Return the bytes per second that one core reads and writes in memory."""
     source = np.ones(1 << 25)
     target = np.empty_like(source)
     times = []
@@ -117,23 +127,34 @@ def bandwidth() -> float:
     return 2 * source.nbytes / median(times)
 
 
-def non_negative(rows: np.ndarray, seconds: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """Return the non-negative x that makes `rows @ x + rest` near to `seconds`, by relative errors."""
+def non_negative(rows: np.ndarray, seconds: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """Return the non-negative x for which `rows @ x + offset` is closest to `seconds`, by relative errors.
+
+    Args:
+        rows: Quantities of each run, (runs, quantities).
+        seconds: Time of each run, (runs,).
+        offset: Known part of each time, (runs,).
+    """
     scaled = rows / seconds[:, None]
-    wanted = 1 - rest / seconds
+    wanted = 1 - offset / seconds
     kept = [i for i in range(rows.shape[1]) if scaled[:, i].any()]
     costs = np.zeros(rows.shape[1])
     while kept:
-        found, *_ = np.linalg.lstsq(scaled[:, kept], wanted, rcond=None)
-        if (found >= 0).all():
-            costs[kept] = found
+        solution, *_ = np.linalg.lstsq(scaled[:, kept], wanted, rcond=None)
+        if (solution >= 0).all():
+            costs[kept] = solution
             break
-        kept.remove(kept[int(np.argmin(found))])
+        kept.remove(kept[int(np.argmin(solution))])
     return costs
 
 
 def record(memory: int, costs: dict[str, float]) -> str:
-    """Return the record as TOML. Peaks are what was reached; attention's share is beside that of products."""
+    """Return the record as TOML. Peaks are measured rates; attention's share is relative to products.
+
+    Args:
+        memory: Memory of this machine in bytes.
+        costs: Seconds per unit of each quantity.
+    """
     import tomli_w  # here: a machine without it can plan
 
     moved = 1 / costs["memory"]

@@ -1,15 +1,15 @@
 """One process of a job on a device that does not exist: tensors without memory, a process group that sends nothing.
 
-Every operation on a tensor of the device computes its shape, strides, data type and device, and nothing else. Host
-memory is real: an operation without such a tensor runs as always. So a plan, a mesh or a batch is what it is in a real
-job, and a host that reads a value of the device raises by itself (DataDependentOutputException).
+Every operation on a tensor of the device computes its shape, strides, dtype and device, and nothing else. Host memory
+is real: an operation without such a tensor runs as always. So a plan, a mesh or a batch has the values of a real job. A
+host that reads a value of the device raises by itself (DataDependentOutputException).
 
-The device is CUDA, or stands for a CPU: then tensors of real numbers with more than one element are the device's, and
-integers, from which plans and batches are made, are the host's. Weights that begin on the meta device have no memory
-on the host either.
+The device is CUDA, or stands for a CPU. If it stands for a CPU, tensors of real numbers with more than one element
+belong to the device. Integers, from which plans and batches are made, belong to the host. Weights that begin on the
+meta device have no memory on the host either.
 
-The operators of this project are opaque to a graph. Here their bodies run, and what they return must be what they have
-promised to the compiler (`register_fake`): shape, strides and data type.
+The operators of this project are opaque to a graph. Here their bodies run, and their results must have the shape,
+strides and dtype that the operators promise to the compiler (`register_fake`).
 
 CUDA needs the library of `shim.py`, loaded before torch.
 """
@@ -38,7 +38,7 @@ Around = Callable[[str, tuple, Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the program may ask about a GPU before it chooses kernels."""
+    """The properties of a GPU that the program may read before it chooses kernels."""
 
     name: str = "NVIDIA H200"
     capability: tuple[int, int] = (9, 0)
@@ -49,10 +49,12 @@ GPU = Gpu()
 
 
 class FakeDevice(FakeTensorMode):
-    """The mode in which tensors of a device, "cuda" or "cpu", have no memory.
+    """The mode in which tensors of a device have no memory.
 
-    observe: called after each operation that the device is given, with the operator, its arguments and its result.
-    around: called with each of this project's operators instead of its body, which is the last argument.
+    Args:
+        device_type: "cuda" or "cpu".
+        observe: Called after each operation of the device, with the operator, its arguments and its result.
+        around: Called with each of this project's operators instead of its body, which is the last argument.
     """
 
     def __init__(
@@ -110,7 +112,10 @@ class FakeDevice(FakeTensorMode):
         return result
 
     def _without_memory(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that was made in host memory as one of the device, if it is one that stands for a CPU."""
+        """Return a tensor made in host memory as a tensor of the device, if the device stands for a CPU.
+
+        Tensors that belong to the host stay.
+        """
         is_of_device = (
             type(x) is torch.Tensor
             and x.device.type == "cpu"
@@ -120,7 +125,7 @@ class FakeDevice(FakeTensorMode):
         return self.from_tensor(x, static_shapes=True) if is_of_device else x
 
     def _computed(self, func, types, args, kwargs) -> Any:
-        """Return the result's form, which PyTorch may compute by other operators: these are not observed."""
+        """Return the result's form. PyTorch may compute it by other operators, which are not observed."""
         self._inside = True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -132,17 +137,20 @@ class FakeDevice(FakeTensorMode):
         operator = OPDEFS[name]
         with set_ctx_getter(_AnySize):
             promised = list(map(form, tree_leaves(operator._abstract_fn(*args, **kwargs))))
-        found = operator._init_fn(*args, **kwargs)
+        results = operator._init_fn(*args, **kwargs)
         for number, (want, have) in enumerate(
-            zip(promised, map(form, tree_leaves(found)), strict=True)
+            zip(promised, map(form, tree_leaves(results)), strict=True)
         ):
             assert want == have, f"{name} result {number}: promised {want}, returned {have}"
-        return found
+        return results
 
 
 @cache
 def _is_composite(func: torch._ops.OpOverload) -> bool:
-    """Return whether PyTorch computes an operator by others on every device: silu_backward, for one, has kernels."""
+    """Return whether PyTorch computes an operator by others on every device.
+
+    Operators with kernels, like silu_backward, are not.
+    """
     return func._can_decompose() and not torch._C._dispatch_has_kernel_for_dispatch_key(
         func.name(), "CPU"
     )
@@ -156,7 +164,13 @@ class _AnySize:
 
 
 def form(x: torch.Tensor) -> tuple:
-    """Return what a graph relies on. Strides of dimensions of one row are free, and so is the number of bytes sent."""
+    """Return the properties that a graph relies on.
+
+    Strides of dimensions of one row, and the number of bytes sent, are free.
+
+    Args:
+        x: A tensor of any shape.
+    """
     if x.dtype == torch.uint8:
         return x.ndim, x.dtype, x.device.type
     strides = (
@@ -180,7 +194,7 @@ def _is_of_device(args: tuple, kwargs: dict[str, Any], device_type: str) -> bool
 
 
 class _Stream:
-    """A stream, or an event: whatever is asked of it is done already."""
+    """A stream, or an event: all its work is done already."""
 
     device = torch.device("cuda", 0)
     stream_id = 1
@@ -220,7 +234,7 @@ class _Stream:
 _ONLY = _Stream()
 
 
-def _of_torch_cuda(gpu: Gpu) -> dict[str, Any]:
+def _torch_cuda_patches(gpu: Gpu) -> dict[str, Any]:
     class Properties:
         name, major, minor, total_memory = gpu.name, *gpu.capability, gpu.memory
         multi_processor_count = 132
@@ -258,7 +272,7 @@ def _of_torch_cuda(gpu: Gpu) -> dict[str, Any]:
 
 
 class _Generator(torch.Generator):
-    """A generator of the host, wherever it is asked for."""
+    """A generator of the host, for any device."""
 
     def __new__(cls, _device: object = "cpu") -> "_Generator":
         return super().__new__(cls, "cpu")
@@ -273,19 +287,37 @@ def _pin(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
 
 
 def pinned(x: torch.Tensor) -> torch.Tensor:
-    """Mark host memory as pinned: the device can read it by itself."""
+    """Mark host memory as pinned, and return it: the device can read it by itself.
+
+    Args:
+        x: A host tensor of any shape.
+
+    Returns:
+        The same tensor.
+    """
     _pinned.add(x.untyped_storage()._cdata)
     return x
 
 
 def is_pinned(x: torch.Tensor) -> bool:
-    """Return whether a host tensor is in pinned memory."""
+    """Return whether a host tensor is in pinned memory.
+
+    Args:
+        x: A host tensor of any shape.
+    """
     return x.untyped_storage()._cdata in _pinned
 
 
 @contextmanager
 def entered(*contexts: Any) -> Iterator[None]:
-    """Enter all of these contexts, in this order."""
+    """Enter all of these contexts, in this order.
+
+    Args:
+        *contexts: Context managers.
+
+    Yields:
+        None.
+    """
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
@@ -294,8 +326,17 @@ def entered(*contexts: Any) -> Iterator[None]:
 
 @contextmanager
 def machine(rank: int, world: int, gpu: Gpu | None = Gpu()) -> Iterator[None]:
-    """Be rank `rank` of `world` ranks, with a GPU that does not exist, or None for a CPU."""
-    patches = [] if gpu is None else _of_gpu(gpu)
+    """Act as one rank, with a GPU that does not exist.
+
+    Args:
+        rank: The rank.
+        world: Number of ranks.
+        gpu: The GPU. None for a CPU.
+
+    Yields:
+        None.
+    """
+    patches = [] if gpu is None else _gpu_patches(gpu)
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         # the mode is of one thread
@@ -306,9 +347,12 @@ def machine(rank: int, world: int, gpu: Gpu | None = Gpu()) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _of_gpu(gpu: Gpu) -> list[Any]:
+def _gpu_patches(gpu: Gpu) -> list[Any]:
     return [
-        *(mock.patch.object(torch.cuda, name, x) for name, x in _of_torch_cuda(gpu).items()),
+        *(
+            mock.patch.object(torch.cuda, name, x)
+            for name, x in _torch_cuda_patches(gpu).items()
+        ),
         mock.patch.object(torch.accelerator, "current_stream", return_value=_ONLY),
         # PyTorch up to 2.12 makes a tensor of the device here, which PyTorch for CUDA tries in earnest.
         mock.patch.object(fake_tensor, "init_gpu_context"),

@@ -1,4 +1,4 @@
-"""What a step of a job takes on a kind of GPU, before it starts: memory, traffic and time. Torch-free.
+"""The memory, traffic and time of a job's step on a kind of GPU, before the job starts. Torch-free.
 
 A process traces the job's own step (`worker.py`); here its profile becomes an answer. Memory and messages are counted;
 time is a roofline from the record of the GPU.
@@ -41,7 +41,15 @@ _KERNELS = {"cudnn": "cuDNN", "efficient": "the memory-efficient kernel"} | {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step of a job. rank: that with the most memory; profile: of this rank; time: of the slowest."""
+    """A step of a job.
+
+    Attributes:
+        job: The resolved job.
+        device: The device.
+        rank: The rank with the most memory.
+        profile: The profile of this rank.
+        time: The time of the slowest rank.
+    """
 
     job: ResolvedJob
     device: Device
@@ -56,17 +64,17 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        """Bytes that the device has to have."""
+        """Bytes that the device must have."""
         return self.reserved + self.device.outside
 
     @property
     def fits(self) -> bool:
-        """Whether the device has so much memory."""
+        """Whether the device has enough memory."""
         return self.total <= self.device.memory
 
     @property
     def by_purpose(self) -> dict[str, float]:
-        """Bytes at the peak, by what they are for, most first."""
+        """Bytes at the peak by purpose, most first."""
         return in_words(self.profile.live[self.profile.peak_place])
 
     @property
@@ -85,7 +93,7 @@ class Estimate:
 
     @property
     def hfu(self) -> float:
-        """Share of the peak that kernels compute, with what is recomputed."""
+        """Share of the peak that kernels compute, including recomputation."""
         kinds = ("products", "float8", "attention_")
         works = self.profile.work.values()
         flops = sum(
@@ -124,7 +132,11 @@ class Estimate:
 
 
 def in_words(amounts: Mapping[str, float]) -> dict[str, float]:
-    """Return bytes by what they are for, in words, most first."""
+    """Return bytes by purpose in words, most first.
+
+    Args:
+        amounts: Bytes by purpose.
+    """
     sums: dict[str, float] = {}
     for purpose, size in amounts.items():
         words = _PURPOSES.get(purpose, "batch and others")
@@ -135,13 +147,23 @@ def in_words(amounts: Mapping[str, float]) -> dict[str, float]:
 def estimate(
     worker: Worker, arguments: Sequence[str], ranks: int, device: Device, *, whole: bool = False
 ) -> Estimate:
-    """Trace a job and return its estimate. whole: trace all layers, which takes longer, for a picture of them.
+    """Trace a job and return its estimate.
+
+    Args:
+        worker: Traces the job.
+        arguments: Command line of the job.
+        ranks: Number of ranks.
+        device: The device.
+        whole: Trace all layers, which takes longer, for a picture of them.
+
+    Returns:
+        The estimate.
 
     Raises:
-        ConfigError: a wrong setting, or a job that cannot be traced.
+        ConfigError: A setting is wrong, or the job cannot be traced.
     """
     gpu = {"name": device.name, "capability": device.capability, "memory": int(device.memory)}
-    found = worker.ask(
+    result = worker.ask(
         arguments, ranks, gpu if device.type == "cuda" else None, whole=whole, node=device.node
     )
     job = resolve(
@@ -151,7 +173,7 @@ def estimate(
         node=device.node,
         missing=[],
     )
-    profiles = {int(rank): Profile(**profile) for rank, profile in found["profiles"].items()}
+    profiles = {int(rank): Profile(**profile) for rank, profile in result["profiles"].items()}
     rank = max(profiles, key=lambda rank: profiles[rank].peak)
     how = {"compiled": job.compilation.model, "early": job.config.training.early_update}
     times = [step_time(profile, device, bubble(job), **how) for profile in profiles.values()]
@@ -161,24 +183,32 @@ def estimate(
 
 
 def bubble(job: ResolvedJob) -> float:
-    """Return the share of forward and backward by which stages of a pipeline wait (1F1B; arXiv 2104.04473)."""
+    """Return the share of forward and backward that stages of a pipeline wait (1F1B; arXiv 2104.04473).
+
+    Args:
+        job: The resolved job.
+    """
     if job.pipeline is None or job.pipeline.splits_backward:
         return 0.0
     own = len(job.pipeline.stages_of(0))
     return (job.degrees.pp - 1) / (job.pipeline.micro_batches * own)
 
 
-def lines(found: Estimate) -> list[tuple[str, str]]:
-    """Return the estimate as paragraphs: (topic, text)."""
-    profile = found.profile
-    device = found.device
+def lines(result: Estimate) -> list[tuple[str, str]]:
+    """Return the estimate as paragraphs: (topic, text).
+
+    Args:
+        result: The estimate.
+    """
+    profile = result.profile
+    device = result.device
     place = profile.peak_place
-    verdict = "it fits" if found.fits else "it does not fit"
+    verdict = "it fits" if result.fits else "it does not fit"
     memory = [
-        f"{size_words(found.total)} of {size_words(device.memory)}: {verdict}",
-        f"allocated {size_words(profile.peak)}, reserved {size_words(found.reserved)}, "
-        f"{size_words(device.outside)} beside PyTorch's allocator",
-        f"at the peak: {_sizes(found.by_purpose, profile.peak)}",
+        f"{size_words(result.total)} of {size_words(device.memory)}: {verdict}",
+        f"allocated {size_words(profile.peak)}, reserved {size_words(result.reserved)}, "
+        f"{size_words(device.outside)} outside PyTorch's allocator",
+        f"at the peak: {_sizes(result.by_purpose, profile.peak)}",
         f"the peak is in {place.replace('/', ', ')}: {profile.at.get(place, '')}",
     ]
     if profile.totals["host"]:
@@ -190,13 +220,13 @@ def lines(found: Estimate) -> list[tuple[str, str]]:
         for part, mesh, collective in [name.split(" ")]
         if message["bytes"] >= 1 << 20
     ]
-    mfu = f"MFU {found.mfu[0]:.0%}, {found.mfu[1]:.0%} counting visible keys alone"
-    if found.job.config.masks_documents:
+    mfu = f"MFU {result.mfu[0]:.0%}, {result.mfu[1]:.0%} counting visible keys alone"
+    if result.job.config.masks_documents:
         mfu = "documents of made-up lengths"
     time = [
-        f"{found.time.seconds:.3g} s a step, {found.tokens_per_second:,.0f} tokens a second and rank, "
-        f"{mfu}, HFU {found.hfu:.0%}",
-        f"most of it: {found.time.bottleneck}",
+        f"{result.time.seconds:.3g} s a step, {result.tokens_per_second:,.0f} tokens a second and rank, "
+        f"{mfu}, HFU {result.hfu:.0%}",
+        f"most of it: {result.time.bottleneck}",
         *_kernel_words(profile, device),
     ]
     topics = {"memory": memory, "traffic": traffic, "time": time}
@@ -204,7 +234,7 @@ def lines(found: Estimate) -> list[tuple[str, str]]:
 
 
 def _kernel_words(profile: Profile, device: Device) -> list[str]:
-    """Return the kernels of attention that the prediction assumes, in words; nothing on a CPU or without attention."""
+    """Return the kernels of attention that the prediction assumes, in words; empty on a CPU or without attention."""
     flops = attention_kernels(profile) if device.type == "cuda" else {}
     if not flops:
         return []

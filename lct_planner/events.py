@@ -1,20 +1,25 @@
-"""What a device of a job is given, and its memory: records of a trace. Torch-free."""
+"""Records of a trace: the work that a device gets in a job, and its memory. Torch-free."""
 
 from dataclasses import dataclass, field
 
 BEFORE = -1
 AFTER = 10**6
-"""Numbers of what comes before the first layer of a model part, and after the last."""
+"""Numbers for the work before the first layer of a model part, and after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a device is given.
+    """Some work of a device.
 
-    step: of training, 0 while the trainer is made; place: the operator of this project in which it happens, or "";
-    kind: `launch`, `host` for a kernel on the host, `copy`, `message`, or `operator` for the start of an operator of
-    this project; name: of PyTorch's operator, of a copy its direction, of a message its collective; bytes: of a copy,
-    or what a message sends to other ranks; phase: the part of the step; layer: its number, `BEFORE` or `AFTER`.
+    Attributes:
+        step: Step of training, 0 while the trainer is made.
+        place: The operator of this project in which it happens, or "".
+        kind: `launch`, `host` for a kernel on the host, `copy`, `message`, or `operator` for the start of an operator
+            of this project.
+        name: PyTorch's operator, the direction of a copy, or the collective of a message.
+        bytes: Bytes of a copy, or bytes that a message sends to other ranks.
+        phase: The part of the step.
+        layer: Number of the layer, `BEFORE` or `AFTER`.
     """
 
     step: int
@@ -25,25 +30,25 @@ class Event:
     phase: str
     layer: int
     where: str = ""
-    """Of a copy for which the host waits: the line of this project."""
+    """If the host waits for a copy: the line of this project."""
     flops: int = 0
-    """Of a launch, or of all kernels of an operator of attention."""
+    """FLOPs of a launch, or of all kernels of an operator of attention."""
     kernel: str = ""
-    """Of a launch or an operator of attention: the kernel that computes it, see `stand_ins.kernel_of`."""
+    """The kernel of a launch or of an operator of attention, see `stand_ins.kernel_of`."""
     tails: float = 0.0
-    """Of the same: FLOPs of a row of a head, summed over its kernels, as each spreads over rows and heads (queries, in
-    the backward keys). While a kernel ends, a GPU is not full."""
+    """FLOPs of a row of a head, summed over the kernels: each kernel spreads over rows and heads (queries, in the
+    backward keys). At the end of a kernel, a GPU is not full."""
     moved: int = 0
     """Bytes that a launch reads and writes."""
     ranks: tuple[int, ...] = ()
-    """Of a message: the ranks of its group."""
+    """The ranks of a message's group."""
     is_sharding: bool = False
-    """Of a message: whether FSDP sends it."""
+    """Whether FSDP sends the message."""
 
 
 @dataclass(slots=True)
 class Block:
-    """Device memory of one storage. kind: what it is for; where: the line of this project that made it."""
+    """Device memory of one storage. kind: its purpose; where: the line of this project that made it."""
 
     size: int
     kind: str
@@ -71,10 +76,15 @@ class Events:
     names: dict[tuple[int, ...], str] = field(default_factory=dict)
     """Ranks of a mesh -> its name."""
     host_bytes: int = 0
-    """Of page-locked memory for what is offloaded."""
+    """Bytes of page-locked memory for offloaded tensors."""
 
     def layer(self, step: int, operator: str) -> list[Event]:
-        """Return the events of a layer: from one run of an operator to the next one, the first two of a step."""
+        """Return the events of a layer: from one run of an operator to the next one, for the first two runs in a step.
+
+        Args:
+            step: Number of the step.
+            operator: Name of the operator.
+        """
         starts = [
             i
             for i, e in enumerate(self.all)
@@ -83,7 +93,11 @@ class Events:
         return list(self.all[starts[0] : starts[1]]) if len(starts) > 1 else []
 
     def peak(self, step: int) -> tuple[int, str]:
-        """Return the most bytes alive in a step, and the operation that reached them."""
+        """Return the most bytes alive in a step, and the operation that reached them.
+
+        Args:
+            step: Number of the step.
+        """
         live, most, at = 0, 0, ""
         alive: dict[int, int] = {}
         for change in self.memory:

@@ -9,7 +9,11 @@ from lct_planner.traced_trainer import TracedTrainer
 
 
 def mesh_names(trainer: TracedTrainer) -> dict[tuple[int, ...], str]:
-    """Return the name of the mesh of each set of ranks; of several the one that tells most of a message."""
+    """Return the name of the mesh of each set of ranks. If several meshes have these ranks, the most telling name wins.
+
+    Args:
+        trainer: Has the meshes.
+    """
     meshes = trainer.dims.meshes()
     first = (
         "tp",
@@ -28,21 +32,31 @@ def mesh_names(trainer: TracedTrainer) -> dict[tuple[int, ...], str]:
 
 
 def group_of(args: tuple) -> ProcessGroup:
-    """Return the group of a collective: an object, or of functional collectives the last name among the arguments."""
+    """Return the group of a collective: an object, or for functional collectives the last name among the arguments.
+
+    Args:
+        args: The arguments of the collective.
+    """
     leaves = tree_leaves(args)
     objects = (
         x
         for x in leaves
         if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())
     )
-    found = next(objects, None)
-    if found is not None:
-        return ProcessGroup.unbox(found)
+    boxed = next(objects, None)
+    if boxed is not None:
+        return ProcessGroup.unbox(boxed)
     return _resolve_process_group([x for x in leaves if isinstance(x, str)][-1])
 
 
 def bytes_sent(name: str, args: tuple, group: ProcessGroup) -> int:
-    """Return the bytes that this rank sends to others in a collective."""
+    """Return the bytes that this rank sends to others in a collective.
+
+    Args:
+        name: Name of the collective.
+        args: Its arguments.
+        group: Its group.
+    """
     tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
     size = group.size()
     if name == "_allgather_base_":

@@ -1,4 +1,4 @@
-"""What the arguments of an operator say of its work: FLOPs, bytes, the kernel of attention, the direction of a copy."""
+"""Reads the work of an operator from its arguments: FLOPs, bytes, the kernel of attention, the direction of a copy."""
 
 from typing import Any
 
@@ -13,7 +13,14 @@ from longshard.context.planning.lowering import is_large
 
 
 def flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> int:
-    """Return the FLOPs of an operator: of a product, of causal attention on one rank; 0 of others."""
+    """Return the FLOPs of a product or of causal attention on one rank; 0 for other operators.
+
+    Args:
+        func: The operator.
+        name: Its name.
+        args: Its arguments.
+        result: Its result.
+    """
     if name in ATTENTION:
         q, k = args[1:3] if "backward" in name else args[:2]
         return (5 if "backward" in name else 2) * q.numel() * k.shape[-2]
@@ -25,7 +32,11 @@ def flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> i
 
 
 def kernel_name(execution: Execution) -> str:
-    """Return the kernel of an execution; of a kernel that gives large tiles to cuDNN, the one with more pairs."""
+    """Return the kernel of an execution. If a kernel gives large tiles to cuDNN, return the one with more pairs.
+
+    Args:
+        execution: A plan bound to a kernel.
+    """
     run = getattr(execution, "inner", execution)
     capabilities = run.kernel.capabilities
     if not capabilities.large:
@@ -38,7 +49,11 @@ def kernel_name(execution: Execution) -> str:
 
 
 def has_stages(execution: Execution) -> bool:
-    """Return whether ranks wait for each other between tiles, as in a ring."""
+    """Return whether ranks wait for each other between tiles, as in a ring.
+
+    Args:
+        execution: A plan bound to a kernel.
+    """
     return any(
         stage.messages and not stage.collective
         for stage in getattr(execution, "inner", execution).plan.forward
@@ -48,7 +63,11 @@ def has_stages(execution: Execution) -> bool:
 def parallel_rows(name: str, args: tuple, *, in_stages: bool) -> int:
     """Return over how many rows x heads a kernel of attention spreads: of queries, in the backward of keys.
 
-    in_stages: other ranks have as many queries as this one has keys, and the slowest rank counts: the fewer of both.
+    Args:
+        name: Name of the operator.
+        args: Its arguments.
+        in_stages: Other ranks have as many queries as this rank has keys. The slowest rank counts, so take the smaller
+            number.
     """
     is_backward = "backward" in name
     q, k = args[is_backward : is_backward + 2]
@@ -59,18 +78,32 @@ def parallel_rows(name: str, args: tuple, *, in_stages: bool) -> int:
 
 
 def moved(args: tuple, result: Any) -> int:
-    """Return the bytes of all tensors that an operator reads or returns, each tensor once."""
+    """Return the bytes of all tensors that an operator reads or returns, each tensor once.
+
+    Args:
+        args: The arguments.
+        result: The result.
+    """
     tensors = {id(x): x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)}
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
 def is_handle(x: object) -> bool:
-    """Return whether an argument is the handle of an attention plan (`live.py`)."""
+    """Return whether an argument is the handle of an attention plan (`live.py`).
+
+    Args:
+        x: The argument.
+    """
     return isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.device.type == "cpu"
 
 
 def shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
-    """Return the shapes of q and k of an attention operator."""
+    """Return the shapes of q and k of an attention operator.
+
+    Args:
+        name: Name of the operator.
+        args: Its arguments.
+    """
     if not name.endswith("backward"):
         return tuple(x.shape for x in args[:2])
     dout, saved, kv_heads, *_ = args
@@ -83,7 +116,14 @@ def shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
 
 
 def direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> str:
-    """Return the direction of a copy between host and device, with what makes the host wait; "" within a device."""
+    """Return the direction of a copy between host and device, and why the host waits; "" within a device.
+
+    Args:
+        name: Name of the operator.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        result: Its result, a tensor of any shape.
+    """
     source, target = (args[1], args[0]) if name == "copy_" else (args[0], result)
     kinds = source.device.type, target.device.type
     if kinds[0] == kinds[1]:

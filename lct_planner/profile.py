@@ -1,6 +1,6 @@
 """A traced step, added up: memory by place and purpose, work and messages by part of the step.
 
-Layers of one kind take the same memory and time, so a deep model is known from two shallow ones: each number of a
+Layers of one kind take the same memory and time, so two shallow models determine a deep model: each number of a
 `Profile` is a straight line over the number of layers, place by place (`deeper`). Torch-free.
 """
 
@@ -14,10 +14,14 @@ Amounts = dict[str, dict[str, float]]
 class Profile:
     """A step of one rank.
 
-    live: place, such as "backward/last layer" -> purpose -> bytes that are alive when most are alive at this place;
-    work: part of the step -> quantity -> amount: FLOPs of products, of attention by direction and kernel
-    ("attention_forward cudnn") and of its tails ("tails_forward cudnn", see `Event`); bytes moved by other kernels,
-    optimizer; launches. messages: "part mesh collective" -> calls, bytes, ranks, span.
+    Attributes:
+        layers: Number of layers.
+        live: Place, such as "backward/last layer" -> purpose -> bytes that are alive when most are alive at this place.
+        work: Part of the step -> quantity -> amount: FLOPs of products, of attention by direction and kernel
+            ("attention_forward cudnn") and of its tails ("tails_forward cudnn", see `Event`); bytes moved by other
+            kernels; optimizer; launches.
+        messages: "part mesh collective" -> calls, bytes, ranks, span.
+        totals: See below.
     """
 
     layers: int
@@ -25,7 +29,7 @@ class Profile:
     work: Amounts
     messages: Amounts
     totals: dict[str, float]
-    """fragments: bytes that the allocator holds beside the most that are alive; host: page-locked bytes."""
+    """fragments: bytes that the allocator holds in addition to the peak; host: page-locked bytes."""
     at: dict[str, str] = field(default_factory=dict)
     """Place -> the operation that reached its most bytes, and its line."""
     curve: list[tuple[str, dict[str, float]]] = field(default_factory=list)
@@ -33,7 +37,7 @@ class Profile:
 
     @property
     def peak_place(self) -> str:
-        """The place at which most is alive."""
+        """The place at which most bytes are alive."""
         return max(self.live, key=lambda place: sum(self.live[place].values()))
 
     @property
@@ -42,7 +46,11 @@ class Profile:
         return sum(self.live[self.peak_place].values())
 
     def repeated(self, times: float) -> "Profile":
-        """Return the profile of a step of so many times the micro-batches. Replicas are summed once a step."""
+        """Return the profile of a step with more micro-batches. Replicas are summed once per step.
+
+        Args:
+            times: Factor of the number of micro-batches.
+        """
 
         def scaled(
             part: str, amounts: dict[str, float], keys: tuple[str, ...]
@@ -65,7 +73,13 @@ class Profile:
 
 
 def deeper(one: Profile, other: Profile, layers: int) -> Profile:
-    """Return the profile of a model of so many layers from those of two shallower ones."""
+    """Return the profile of a deeper model from the profiles of two shallower models.
+
+    Args:
+        one: Profile of a shallower model.
+        other: Profile of another shallower model.
+        layers: Layers of the deeper model.
+    """
     share = (layers - one.layers) / (other.layers - one.layers)
 
     def line(a: float, b: float) -> float:
@@ -74,7 +88,7 @@ def deeper(one: Profile, other: Profile, layers: int) -> Profile:
     def lines(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
         return {key: line(a.get(key, 0.0), b.get(key, 0.0)) for key in {**a, **b}}
 
-    # what one of them lacks is in both as it is in the other
+    # if one model lacks an entry, the entry of the other model is used for both
     def amounts(a: Amounts, b: Amounts) -> Amounts:
         return {
             key: lines(a.get(key, inner), b.get(key, inner))
@@ -84,11 +98,11 @@ def deeper(one: Profile, other: Profile, layers: int) -> Profile:
     live = amounts(one.live, other.live)
     work = amounts(one.work, other.work)
     messages = amounts(one.messages, other.messages)
-    for of_kind, seen in (
+    for message, seen in (
         (kind, other.messages[name])
         for name, kind in messages.items()
         if name in other.messages
     ):
-        of_kind |= {key: seen[key] for key in ("ranks", "span")}
+        message |= {key: seen[key] for key in ("ranks", "span")}
     totals = lines(one.totals, other.totals) | {"fragments": other.totals["fragments"]}
     return Profile(layers, live, work, messages, totals, {**one.at, **other.at}, other.curve)

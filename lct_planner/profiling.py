@@ -1,4 +1,4 @@
-"""Make the profile of a step from what was traced."""
+"""Makes the profile of a step from a trace."""
 
 import bisect
 from collections import defaultdict
@@ -14,11 +14,17 @@ _PAGE = 2 << 20
 _GRAIN = 512
 """PyTorch's allocator on GPUs: below a mebibyte another pool, in pages of two; sizes are multiples of 512."""
 _POINTS = 400
-"""Of the curve of memory."""
+"""Number of points of the curve of memory."""
 
 
 def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
-    """Return the profile of a step. layers: the numbers of the rank's layers, in order."""
+    """Return the profile of a step.
+
+    Args:
+        events: The events of a trace.
+        step: Number of the step.
+        layers: Numbers of the rank's layers, in order.
+    """
     numbers = list(layers)
     live, at, curve, reserved = _memory(events, step, numbers)
     work: Amounts = defaultdict(lambda: defaultdict(float))
@@ -48,11 +54,11 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
             amounts["copied" if event.kind == "copy" else "host"] += event.bytes or event.moved
         elif event.kind == "message":
             mesh = "fsdp" if event.is_sharding else events.names.get(event.ranks, "world")
-            of_kind = messages[f"{event.phase} {mesh} {event.name}"]
-            of_kind["calls"] += 1
-            of_kind["bytes"] += event.bytes
-            of_kind["ranks"] = len(event.ranks)
-            of_kind["span"] = max(event.ranks) - min(event.ranks) + 1
+            totals_of_message = messages[f"{event.phase} {mesh} {event.name}"]
+            totals_of_message["calls"] += 1
+            totals_of_message["bytes"] += event.bytes
+            totals_of_message["ranks"] = len(event.ranks)
+            totals_of_message["span"] = max(event.ranks) - min(event.ranks) + 1
     totals = {"fragments": 0.0, "host": float(events.host_bytes)}
     plain = [
         {key: dict(inner) for key, inner in amounts.items()}
@@ -71,7 +77,7 @@ def _product(event: Event) -> str:
 
 
 def _place(phase: str, layer: int, numbers: list[int]) -> str:
-    """Return the part of the step with the role of the layer, which a deeper model has too."""
+    """Return the part of the step with the role of the layer; a deeper model has the same roles."""
     if layer in (BEFORE, AFTER) or layer not in numbers:
         return f"{phase}/{'embedding' if layer == BEFORE else 'output'}"
     number = numbers.index(layer)
@@ -86,7 +92,7 @@ def _place(phase: str, layer: int, numbers: list[int]) -> str:
 
 
 def _memory(events: Events, step: int, numbers: list[int]) -> tuple[Amounts, dict, list, int]:
-    """Follow all changes; return bytes by place and purpose, where each was, the curve, and what is reserved."""
+    """Follow all changes; return bytes by place and purpose, where each was, the curve, and the reserved bytes."""
     alive: dict[int, tuple[int, Block]] = {}
     purposes: dict[str, int] = defaultdict(int)
     live: Amounts = {}
@@ -120,7 +126,8 @@ def _memory(events: Events, step: int, numbers: list[int]) -> tuple[Amounts, dic
 class _Allocator:
     """PyTorch's caching allocator with expandable segments: the best fit in one growing range, and small blocks apart.
 
-    A range for small blocks, one for large. What is freed is joined with free neighbours. All blocks are of one stream.
+    One range has small blocks, the other one large blocks. A freed block is joined with free neighbours. All blocks are
+    of one stream.
     """
 
     def __init__(self) -> None:
@@ -135,7 +142,12 @@ class _Allocator:
         return sum(-(-end // _PAGE) * _PAGE for end in self._ends.values())
 
     def resize(self, name: int, size: int) -> None:
-        """Free a block if it is there, and allocate it again if it has a size."""
+        """Free a block if it exists, and allocate it again if it has a size.
+
+        Args:
+            name: Id of the block.
+            size: Its size in bytes.
+        """
         if name in self._of:
             self._release(*self._of.pop(name))
         if size:

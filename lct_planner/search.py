@@ -1,4 +1,4 @@
-"""Search the longest sequence that fits, by many estimates of one job. Torch-free."""
+"""Searches the longest sequence that fits, by many estimates of one job. Torch-free."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,10 +13,17 @@ _NEAR = 0.02
 def longest_sequence(
     estimate: Estimator, arguments: Sequence[str], begin: int, unit: int, most: int = 1 << 27
 ) -> tuple[Estimate | None, Estimate]:
-    """Return the estimate of the longest sequence that fits, None if none does, and of one that does not.
+    """Return the estimate of the longest sequence that fits, None if none does, and of a sequence that does not fit.
 
-    begin: where to look first; unit: lengths are multiples of it. Memory is nearly a straight line over the length, so
-    each try is where the line of the last two meets the device's memory.
+    Memory is nearly a straight line over the length. So the next try is where the line through the last two tries
+    reaches the device's memory.
+
+    Args:
+        estimate: Makes estimates.
+        arguments: Command line of the job.
+        begin: The first length to try.
+        unit: Lengths are multiples of it.
+        most: Largest length.
     """
     tried: dict[int, Estimate] = {}
 
@@ -29,8 +36,8 @@ def longest_sequence(
     at(length)
     at(2 * length)
     for _ in range(12):
-        fitting = max((n for n, found in tried.items() if found.fits), default=0)
-        failing = min((n for n, found in tried.items() if not found.fits), default=most)
+        fitting = max((n for n, trial in tried.items() if trial.fits), default=0)
+        failing = min((n for n, trial in tried.items() if not trial.fits), default=most)
         if (
             failing - fitting <= max(unit, _NEAR * fitting)
             or fitting >= most
@@ -39,13 +46,13 @@ def longest_sequence(
             break
         guess = _next_length(tried, fitting, failing, unit, most)
         at(guess)
-    fits = [found for found in tried.values() if found.fits]
-    longest = max(fits, key=lambda found: found.job.positions, default=None)
-    if all(found.fits for found in tried.values()):
+    fits = [trial for trial in tried.values() if trial.fits]
+    longest = max(fits, key=lambda trial: trial.job.positions, default=None)
+    if all(trial.fits for trial in tried.values()):
         at(2 * max(tried))
     at_least = 0 if longest is None else longest.job.positions
-    beyond = (found for found in tried.values() if found.job.positions > at_least)
-    return longest, min(beyond, key=lambda found: found.job.positions)
+    beyond = (trial for trial in tried.values() if trial.job.positions > at_least)
+    return longest, min(beyond, key=lambda trial: trial.job.positions)
 
 
 def _next_length(
@@ -53,7 +60,7 @@ def _next_length(
 ) -> int:
     """Return the length to try next.
 
-    fitting: the longest length that fits, 0 for none; failing: the shortest that does not, `most` for none.
+    fitting: the longest length that fits, 0 for none; failing: the shortest length that does not, `most` for none.
     """
     (n, one), (m, other) = (
         sorted(tried.items())[-2:]

@@ -21,16 +21,19 @@ def why_not() -> str:
 
 
 def install() -> None:
-    """Put the guard of the shim in place of that of PyTorch built for CUDA, after PyTorch is imported."""
+    """Replace the guard of PyTorch built for CUDA by the shim's guard, after PyTorch is imported."""
     if (guard := getattr(ctypes.CDLL(None), "lct_install_guard", None)) is not None:
         guard()
 
 
 def build(folder: Path | None = None) -> Path:
-    """Compile the shim for the installed PyTorch, once in a folder, by default the user's cache; return the library.
+    """Return the library of the shim, compiled for the installed PyTorch once per folder.
+
+    Args:
+        folder: The folder. None: the user's cache.
 
     Raises:
-        subprocess.CalledProcessError: the compiler failed; its output is on stderr.
+        subprocess.CalledProcessError: The compiler failed; its output is on stderr.
     """
     torch = Path(importlib.util.find_spec("torch").origin).parent
     digest = hashlib.blake2b(
@@ -62,7 +65,11 @@ def build(folder: Path | None = None) -> Path:
 
 
 def environment(library: Path) -> Mapping[str, str]:
-    """Return the environment of a process that has the shim."""
+    """Return the environment of a process that has the shim.
+
+    Args:
+        library: The library of the shim.
+    """
     return os.environ | {
         "LD_PRELOAD": str(library),
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""What memory is for, and which function makes it, by the functions that are running."""
+"""Finds the purpose of memory, and the function that makes it, from the running functions."""
 
 import re
 import sys
@@ -16,34 +16,34 @@ _KINDS = (
 )
 """Part of a file's path, function or "" for any -> what the memory is for; the first that fits the innermost frame."""
 _OURS = re.compile(r"/(?:longshard|trainer)/[^.]*\.py$")
-_of_code: dict[CodeType, str] = {}
+_labels: dict[CodeType, str] = {}
 
 
 def kind() -> str:
-    """Return what memory that is made now is for; "" for the phase's own."""
+    """Return the purpose of memory that is made now; "" for the phase's own memory."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        found = _of_code.get(code)
-        if found is None:
+        label = _labels.get(code)
+        if label is None:
             fits = (
                 k
                 for path, name, k in _KINDS
                 if path in code.co_filename and name in ("", code.co_name)
             )
-            found = _of_code[code] = next(fits, "")
-        if found:
-            return found
+            label = _labels[code] = next(fits, "")
+        if label:
+            return label
         frame = frame.f_back
     return ""
 
 
 def where() -> str:
-    """Return the innermost function of the package that is running, beside the planner's own, and its file."""
+    """Return the innermost running function of the package, except the planner's own, and its file."""
     frame = sys._getframe(1)
     while frame is not None:
-        found = _OURS.search(frame.f_code.co_filename)
-        if found:
-            return f"{frame.f_code.co_name} ({found[0][1:]})"
+        label = _OURS.search(frame.f_code.co_filename)
+        if label:
+            return f"{frame.f_code.co_name} ({label[0][1:]})"
         frame = frame.f_back
     return ""

@@ -1,4 +1,4 @@
-"""Operators of GPUs as a CPU build lacks them. Their results have no values."""
+"""Operators of GPUs that a CPU build lacks. Their results have no values."""
 
 from collections.abc import Callable
 from functools import cache
@@ -33,9 +33,11 @@ ATTENTION = (
 
 
 def kernel_of(name: str, package: FlashPackage | None) -> str:
-    """Return what computes a kernel of planned attention: its name, or for PyTorch's flash operators their version.
+    """Return the kernel of planned attention: its name, or for PyTorch's flash operators their version.
 
-    package: behind the flash operators, None for FlashAttention-2.
+    Args:
+        name: Name of the kernel.
+        package: The package of the flash operators. None for FlashAttention-2.
     """
     if name not in FLASH_KERNELS:
         return name
@@ -43,19 +45,24 @@ def kernel_of(name: str, package: FlashPackage | None) -> str:
 
 
 def kernel_of_one_rank(operator: str, package: FlashPackage | None) -> str:
-    """Return what computes attention that is not planned (`trainer.models.attention`), by its operator in a trace."""
+    """Return the kernel of attention that is not planned (`trainer.models.attention`).
+
+    Args:
+        operator: Its operator in a trace.
+        package: The package of the flash operators. None for FlashAttention-2.
+    """
     if operator.removesuffix("_backward").endswith("for_cpu"):
         return "cpu_flash"
     return "cudnn" if package is None else kernel_of("cuda_flash", package)
 
 
 def stand_ins() -> dict[str, Callable[..., Any]]:
-    """Return what runs in place of PyTorch's operators, by qualified name."""
-    found = {"aten::_efficient_attention_backward": _efficient_backward}
+    """Return the functions that replace PyTorch's operators, by qualified name."""
+    replacements = {"aten::_efficient_attention_backward": _efficient_backward}
     # PyTorch up to 2.11 takes the type of a product's result for a number.
     if decomposition_table[_aten.addmm.dtype_out] is decomposition_table[_aten.addmm.default]:
-        found["aten::addmm"] = _addmm
-    return found
+        replacements["aten::addmm"] = _addmm
+    return replacements
 
 
 def _addmm(
@@ -63,9 +70,9 @@ def _addmm(
     a: torch.Tensor,
     b: torch.Tensor,
     dtype: torch.dtype | None = None,
-    **more: Any,
+    **options: Any,
 ) -> Any:
-    out = more.get("out")
+    out = options.get("out")
     return (
         torch.empty(a.shape[0], b.shape[1], dtype=dtype or x.dtype, device=x.device)
         if out is None
@@ -83,7 +90,11 @@ def _efficient_backward(_dout, q, k, v, _bias, *_: Any, **__: Any) -> tuple:
 
 @cache
 def kernels_of_cuda() -> torch.library.Library:
-    """Let a CPU build call operators of CUDA that it would take apart before the mode sees them. They are not run."""
+    """Let a CPU build call operators of CUDA that it would decompose before the mode sees them. They are not run.
+
+    Returns:
+        The library that registers them.
+    """
     library = torch.library.Library("aten", "IMPL")
     for name in ("silu_backward", "mish_backward"):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
@@ -106,7 +117,18 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
-    """Stand in for F.rms_norm of a CUDA tensor, which a CPU build takes apart; a DTensor has whole rows."""
+    """Stand in for F.rms_norm of a CUDA tensor, which a CPU build decomposes; a DTensor has whole rows.
+
+    Args:
+        x: The input, any shape.
+        shape: As in F.rms_norm.
+        weight: As in F.rms_norm.
+        eps: As in F.rms_norm.
+        real: F.rms_norm.
+
+    Returns:
+        The output, with the shape of x.
+    """
     if weight is None or not x.is_cuda:
         return real(x, shape, weight, eps)
     if not isinstance(x, DTensor):
@@ -122,7 +144,14 @@ def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
 def merge(
     total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Stand in for the Triton kernel that merges partial results: its checks, and one launch."""
+    """Stand in for the Triton kernel that merges partial results: its checks, and one launch.
+
+    Args:
+        total_out: (B, H, S, D).
+        total_lse: (B, H, S).
+        out: (B, H, S, D).
+        lse: (B, H, S).
+    """
     assert total_out.shape == out.shape
     assert total_lse.shape == lse.shape == out.shape[:3]
     assert total_out.stride(-1) == out.stride(-1) == 1
@@ -133,7 +162,7 @@ def merge(
 
 
 class _Attention(torch.autograd.Function):
-    """Causal attention of one rank by cuDNN, as F.scaled_dot_product_attention has it on a Hopper."""
+    """Causal attention of one rank by cuDNN, as F.scaled_dot_product_attention computes it on a Hopper GPU."""
 
     @staticmethod
     def forward(ctx, q, k, v, scale):
@@ -172,7 +201,19 @@ class _Attention(torch.autograd.Function):
 def attention_of_one_rank(
     q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options
 ) -> torch.Tensor:
-    """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel."""
+    """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel.
+
+    Args:
+        q: (B, H, S, D).
+        k: (B, K, S, D).
+        v: (B, K, S, D).
+        attn_mask: As in the real function.
+        real: The real function.
+        **options: Its other arguments.
+
+    Returns:
+        (B, H, S, D).
+    """
     if attn_mask is not None or not options.get("is_causal", False):
         return real(q, k, v, attn_mask=attn_mask, **options)
     scale = options.get("scale")

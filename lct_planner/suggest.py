@@ -1,10 +1,10 @@
-"""Search the settings by which a job is fastest. Torch-free.
+"""Searches the settings with which a job is fastest. Torch-free.
 
     1. degrees      context and tensor parallelism and the method, with the least recomputation that fits
     2. refinement   of the two best: replicas of nodes, a larger micro-batch, weights that stay gathered, recomputation
 
-Each try traces a step, which takes a second or two, and a product of all settings has thousands. So the search goes on
-from what is best so far: a change that does not pay, or does not fit, is not tried again.
+Each try traces a step, which takes a second or two, and the product of all settings has thousands of entries. So the
+search continues from the best settings so far. A change that does not pay, or does not fit, is not tried again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -64,14 +64,18 @@ class Choice:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The place among choices that are as fast, the least first: fewer ranks a sequence, then fewer kernels."""
+        """The place among equally fast choices, the least first: fewer ranks a sequence, then fewer kernels."""
         degrees = self.estimate.job.degrees
         method = self.settings.get("parallelism.context_parallel_method", _METHODS[0])
         return degrees.cp * degrees.tp, degrees.tp, _METHODS.index(method), len(self.settings)
 
-    def words(self, given: JobConfig) -> list[str]:
-        """Return the settings that differ from a given configuration, as words of the command line."""
-        today = {key: attrgetter(key)(given) for key in self.settings}
+    def words(self, config: JobConfig) -> list[str]:
+        """Return the settings that differ from a configuration, as words of the command line.
+
+        Args:
+            config: The configuration.
+        """
+        today = {key: attrgetter(key)(config) for key in self.settings}
         as_text = {
             key: ",".join(x) if isinstance(x, tuple) else str(x) for key, x in today.items()
         }
@@ -89,14 +93,14 @@ def suggestions(
 ) -> list[Choice]:
     """Return the choices that fit, the fastest first.
 
-    Speeds that differ by less than the model of time can tell count as equal: then `Choice.order` decides.
+    Speeds that differ by less than the accuracy of the model of time count as equal: then `Choice.order` decides.
 
     Args:
-        estimate: traces a job.
-        arguments: command line of the job, over which the settings of a choice go.
-        ranks: number of GPUs.
-        host_memory: bytes for each rank, which offloaded inputs may take.
-        on_try: called after each try with the number of tries, and the best speed so far, tokens a second and rank.
+        estimate: Traces a job.
+        arguments: Command line of the job; the settings of a choice override it.
+        ranks: Number of GPUs.
+        host_memory: Bytes for each rank, which offloaded inputs may take.
+        on_try: Called after each try with the number of tries, and the best speed so far, tokens a second and rank.
     """
     search = _Search(estimate, arguments, ranks, host_memory, on_try)
     search.spread()
@@ -118,7 +122,7 @@ def _ranked(choices: Sequence[Choice]) -> list[Choice]:
 
 
 class _Search:
-    """One search: the jobs that were tried, and those of them that fit."""
+    """One search: the jobs that were tried, and the jobs that fit."""
 
     def __init__(
         self,
@@ -131,7 +135,8 @@ class _Search:
         self._estimate = estimate
         self._arguments = arguments
         self._ranks = ranks
-        self._host_memory, self._on_try = host_memory, on_try
+        self._host_memory = host_memory
+        self._on_try = on_try
         self._tried: dict[tuple[tuple[str, str], ...], Choice | None] = {}
 
     @property
@@ -146,9 +151,9 @@ class _Search:
             if best is not None and best.order[0] == 1 and tp > 2:
                 break  # a sequence fits on one rank, and tensor parallelism only costs
             least = 1 if best is None else max(best.order[0] // tp, 1)
-            found = self._degrees(tp, least)
+            result = self._degrees(tp, least)
             best = max(
-                (choice for choice in (best, found) if choice is not None),
+                (choice for choice in (best, result) if choice is not None),
                 key=_speed,
                 default=None,
             )
@@ -164,13 +169,13 @@ class _Search:
                 self._least_recomputation(cp, tp, method)
                 for method in _METHODS[: 1 if cp == 1 else None]
             ]
-            found = max(
+            result = max(
                 (choice for choice in choices if choice is not None), key=_speed, default=None
             )
-            if found is None:
+            if result is None:
                 continue
-            slower = 0 if best is None or found.speed > best.speed else slower + 1
-            best = max((choice for choice in (best, found) if choice is not None), key=_speed)
+            slower = 0 if best is None or result.speed > best.speed else slower + 1
+            best = max((choice for choice in (best, result) if choice is not None), key=_speed)
             if slower == 2:
                 break
         return best
@@ -195,10 +200,10 @@ class _Search:
         changes: list[Callable[[Estimate], Settings]] = [
             *(partial(self._replicas, nodes=nodes) for nodes in (1, 2, 4)),
             _larger_batch,
-            lambda found: _larger_batch(found) | _FULL,
-            lambda found: {"parallelism.fsdp_reshard_after_forward": "never"},
-            lambda found: _NO_RECOMPUTATION,
-            lambda found: _BY_OPERATOR,
+            lambda result: _larger_batch(result) | _FULL,
+            lambda result: {"parallelism.fsdp_reshard_after_forward": "never"},
+            lambda result: _NO_RECOMPUTATION,
+            lambda result: _BY_OPERATOR,
         ]
         while changes:
             tried = [
@@ -207,23 +212,26 @@ class _Search:
             ]
             least = choice.speed * (1 + _GAIN)
             better = [
-                (found, change)
-                for found, change in tried
-                if found is not None and found.speed > least
+                (result, change)
+                for result, change in tried
+                if result is not None and result.speed > least
             ]
             if not better:
                 return
-            choice = max((found for found, _ in better), key=_speed)
+            choice = max((result for result, _ in better), key=_speed)
             changes = [change for _, change in better]
 
-    def _replicas(self, found: Estimate, nodes: int) -> Settings:
-        """Return the settings of replicas, each of which is sharded over so many nodes."""
-        ranks_of_a_replica = nodes * found.device.node * found.job.degrees.pp
+    def _replicas(self, result: Estimate, nodes: int) -> Settings:
+        """Return the settings of replicas. Each replica is sharded over `nodes` nodes."""
+        ranks_of_a_replica = nodes * result.device.node * result.job.degrees.pp
         replicas = max(self._ranks // ranks_of_a_replica, 1)
         return {"parallelism.data_parallel_replicate_degree": str(replicas)}
 
     def _try(self, settings: Settings) -> Choice | None:
-        """Return the choice of these settings; None if it does not fit, or if they do not go together with the job."""
+        """Return the choice of these settings.
+
+        None if it does not fit, or if the settings do not go together with the job.
+        """
         key = tuple(sorted(settings.items()))
         if key not in self._tried:
             answer = self._estimate_of(settings)
@@ -245,5 +253,5 @@ def _speed(choice: Choice) -> float:
     return choice.speed
 
 
-def _larger_batch(found: Estimate) -> Settings:
-    return {"training.local_batch_size": str(2 * found.job.config.training.local_batch_size)}
+def _larger_batch(result: Estimate) -> Settings:
+    return {"training.local_batch_size": str(2 * result.job.config.training.local_batch_size)}

@@ -1,8 +1,8 @@
 """The time of a step from its profile and a record of a device: a roofline for each part of the step. Torch-free.
 
-A part takes as long as its kernels, or as the host takes to launch them; a CPU, which does both, as both together.
-Messages of FSDP and of a ring, and copies to and from the host, run while kernels compute, and count where they take
-longer. Exchanges of heads, of tensor and of expert parallelism are waited for.
+On a GPU a part takes the longer of two times: of its kernels, and of the host that launches them. On a CPU it takes
+their sum. Messages of FSDP and of a ring, and copies to and from the host, run while kernels compute; they count only
+if they take longer. Exchanges of heads, of tensor and of expert parallelism always count.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ RECORDS = Path(__file__).with_name("gpus.toml")
 
 @dataclass(frozen=True)
 class Device:
-    """Peaks of a device, a second, and the share of each that training reaches; see gpus.toml for units."""
+    """Peaks of a device per second, and the share of each that training reaches; see gpus.toml for units."""
 
     name: str
     flops: float
@@ -40,9 +40,11 @@ class Device:
     efficiency: Mapping[str, float] = field(default_factory=dict)
 
     def rate(self, quantity: str) -> float:
-        """Return the units a second of a quantity that training reaches.
+        """Return the units of a quantity per second that training reaches.
 
-        quantity: "attention_forward KERNEL" for a kernel, whose share is that of `attention_forward` if it has none.
+        Args:
+            quantity: For example "products", or "attention_forward KERNEL" for a kernel. A kernel without a share of
+                its own has the share of `attention_forward`.
         """
         direction, _, kernel = quantity.partition(" ")
         if kernel:
@@ -61,10 +63,13 @@ class Device:
 
 
 def device(name: str) -> Device:
-    """Return the record of a GPU, by its name in gpus.toml or as a file of that form, with a table for one.
+    """Return the record of a GPU.
+
+    Args:
+        name: Its name in gpus.toml, or a file of that form with one table.
 
     Raises:
-        ConfigError: no such record, or a key that is missing or not known.
+        ConfigError: There is no such record, or a key is missing or unknown.
     """
     path = Path(name)
     is_file = path.suffix == ".toml" and path.exists()
@@ -75,14 +80,14 @@ def device(name: str) -> Device:
         raise ConfigError(
             f"--gpu {name!r} is none of {known}, nor a .toml file with a record{did_you_mean(name, load_toml(RECORDS))}"
         )
-    given: dict[str, Any] = records[key]
+    entries: dict[str, Any] = records[key]
     names = {f.name for f in fields(Device)}
-    if wrong := sorted(given.keys() - names):
+    if wrong := sorted(entries.keys() - names):
         raise ConfigError(
             f"--gpu {name}: {wrong[0]!r} is no key of a record; its keys are {', '.join(sorted(names))}"
         )
     try:
-        return Device(**given | {"capability": tuple(given.get("capability", (0, 0)))})
+        return Device(**entries | {"capability": tuple(entries.get("capability", (0, 0)))})
     except TypeError as error:
         raise ConfigError(
             f"--gpu {name}: {error}; lct_planner/gpus.toml shows a whole record"
@@ -91,20 +96,20 @@ def device(name: str) -> Device:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step. parts: part of the step -> what takes time -> seconds."""
+    """Seconds of a step. parts: part of the step -> cause -> seconds."""
 
     seconds: float
     parts: Mapping[str, Mapping[str, float]]
 
     @property
     def bottleneck(self) -> str:
-        """What takes most of the step, in words."""
+        """The cause that takes most of the step, in words."""
         sums: dict[str, float] = {}
         for amounts in self.parts.values():
-            for what, seconds in amounts.items():
-                sums[what] = sums.get(what, 0.0) + seconds
-        what = max(sums, key=lambda name: sums[name])
-        return f"{what}, {sums[what] / max(sum(sums.values()), 1e-12):.0%} of the step"
+            for cause, seconds in amounts.items():
+                sums[cause] = sums.get(cause, 0.0) + seconds
+        cause = max(sums, key=lambda name: sums[name])
+        return f"{cause}, {sums[cause] / max(sum(sums.values()), 1e-12):.0%} of the step"
 
 
 def step_time(
@@ -115,16 +120,20 @@ def step_time(
     compiled: bool = False,
     early: bool = False,
 ) -> StepTime:
-    """Return the time of a step. bubble: share of forward and backward by which a pipeline's stages wait.
+    """Return the time of a step.
 
-    compiled: the compiler fuses kernels, which then move a share of the bytes (`fused` of the record). early: the host
-    updates parameters during the backward.
+    Args:
+        profile: The profile of the step.
+        on: The device.
+        bubble: Share of forward and backward that stages of a pipeline wait.
+        compiled: The compiler fuses kernels, which then move a share of the bytes (`fused` of the record).
+        early: The host updates parameters during the backward.
     """
     parts: dict[str, dict[str, float]] = {}
     fused = on.efficiency.get("fused", 1.0) if compiled else 1.0
     for part, amounts in profile.work.items():
         times = {
-            what: amounts.get(what, 0.0) / on.rate(what) for what in ("products", "float8")
+            cause: amounts.get(cause, 0.0) / on.rate(cause) for cause in ("products", "float8")
         }
         times |= _attention(amounts, on)
         times["memory"] = (
@@ -146,12 +155,15 @@ def step_time(
         )
         if part in ("forward", "backward"):
             times["pipeline bubble"] = bubble * sum(times.values())
-        parts[part] = {what: seconds for what, seconds in times.items() if seconds}
+        parts[part] = {cause: seconds for cause, seconds in times.items() if seconds}
     return StepTime(sum(sum(times.values()) for times in parts.values()), parts)
 
 
 def _attention(amounts: Mapping[str, float], on: Device) -> dict[str, float]:
-    """Return the seconds of attention by direction. While a kernel ends, a GPU waits as for `tail` more queries."""
+    """Return the seconds of attention by direction.
+
+    At the end of a kernel, a GPU idles for the time of `tail` more queries.
+    """
     times = {"attention_forward": 0.0, "attention_backward": 0.0}
     for name, flops in amounts.items():
         direction = name.partition(" ")[0]
@@ -162,7 +174,11 @@ def _attention(amounts: Mapping[str, float], on: Device) -> dict[str, float]:
 
 
 def attention_kernels(profile: Profile) -> dict[str, float]:
-    """Return the FLOPs of attention by the kernel that computes them, most first."""
+    """Return the FLOPs of attention by kernel, most first.
+
+    Args:
+        profile: The profile of a step.
+    """
     sums: dict[str, float] = {}
     for amounts in profile.work.values():
         for name, flops in amounts.items():
@@ -173,11 +189,11 @@ def attention_kernels(profile: Profile) -> dict[str, float]:
 
 
 def _messages(profile: Profile, part: str, on: Device) -> tuple[float, float]:
-    """Return the seconds of a part's messages that are sent while kernels compute, and of those that are waited for."""
+    """Return the seconds of a part's messages that overlap kernels, and the seconds of messages that ranks wait for."""
     hidden = waited = 0.0
     for name, message in profile.messages.items():
-        of_part, mesh, collective = name.split(" ")
-        if of_part != part:
+        message_part, mesh, collective = name.split(" ")
+        if message_part != part:
             continue
         inside = message["span"] <= on.node
         seconds = (

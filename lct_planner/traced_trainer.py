@@ -1,4 +1,4 @@
-"""The trainer without data, and what the host asks of the device before the first step and once a step."""
+"""The trainer without data, and stand-ins for values that the host would read from the device."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -62,9 +62,16 @@ class _Task(LanguageTask):
 
 
 class EvenRouting(Routing):
-    """The routing in which all experts have as many tokens."""
+    """The routing in which all experts have the same number of tokens."""
 
     def plan(self, chosen: torch.Tensor, experts: int, group: Any) -> DispatchPlan:
+        """Return a plan in which all ranks and experts get the same number of tokens.
+
+        Args:
+            chosen: (N, k), int64.
+            experts: Number of experts of each rank.
+            group: The ranks that divide the experts.
+        """
         tokens, k = chosen.shape
         ranks = group.size()
         each = max(tokens * min(k, ranks) // ranks, 1)
@@ -74,6 +81,12 @@ class EvenRouting(Routing):
         return DispatchPlan(tokens, places, places, to_each, to_each, pairs, group)
 
     def pairs(self, owner: torch.Tensor, experts: int) -> list[int]:
+        """Return even numbers of pairs.
+
+        Args:
+            owner: The expert of each pair, (pairs,).
+            experts: Number of experts.
+        """
         ends = [len(owner) * i // experts for i in range(experts + 1)]
         return [end - begin for begin, end in itertools.pairwise(ends)]
 
@@ -89,6 +102,7 @@ class TracedTrainer(Trainer):
     """The trainer of one rank, which reads no data and no values of the device."""
 
     def build_task(self) -> Task:
+        """Return the task, for text without data."""
         return (
             super().build_task()
             if self.job.task.name != "tokens"
@@ -96,6 +110,7 @@ class TracedTrainer(Trainer):
         )
 
     def build_model_parts(self) -> list[nn.Module]:
+        """Return the model parts, with even routing."""
         parts = super().build_model_parts()
         for module in itertools.chain(*(part.modules() for part in parts)):
             if isinstance(module, Experts):
@@ -103,22 +118,36 @@ class TracedTrainer(Trainer):
         return parts
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Build it without a look at the parameters of other stages."""
+        """Return the optimizer, without a look at the parameters of other stages."""
         return build_optimizer(self.model_parts, self.config, self.dims)
 
     def build_early_updates(self) -> None:
-        """Leave all updates to the optimizer: a thread of their own would not be traced."""
+        """Return None: a thread of early updates would not be traced."""
 
     def build_metrics(self, **before: int) -> MetricsLogger:
+        """Return a logger that logs no step.
+
+        Args:
+            **before: Steps and tokens of earlier runs.
+        """
         return _Metrics(self.job, self.dims, self.device, **before)
 
     def reduce_step(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
-        """Return a step without news."""
+        """Return fixed values: no value of the device is read.
+
+        Args:
+            step: Not used.
+            totals: Not used.
+        """
         return 1.0, 1.0, True
 
 
 def patches(gpu: Gpu | None) -> Iterator[Any]:
-    """Yield the replacements for a device that holds no values and a rank that has no peers. gpu: None for CPUs."""
+    """Yield the replacements for a device without values and a rank without peers.
+
+    Args:
+        gpu: The GPU. None for CPUs.
+    """
     # of an earlier job
     for cache in (cuda._places, cuda._ends, cuda._random_state, placement.rows_on):
         cache.cache_clear()
@@ -133,14 +162,22 @@ def patches(gpu: Gpu | None) -> Iterator[Any]:
 
 
 def kernels_of(gpu: Gpu | None) -> GpuKernels:
-    """Return the kernels of GPUs that are not there."""
+    """Return the kernels of simulated GPUs.
+
+    Args:
+        gpu: The GPU. None for CPUs.
+    """
     if gpu is None:
         return GPU_KERNELS
     return GpuKernels(lambda _head_dim: installed_flash(gpu), stand_ins.merge)
 
 
 def installed_flash(gpu: Gpu | None) -> FlashPackage | None:
-    """Return the flash package that a run on such GPUs would use, judged by the packages installed here."""
+    """Return the flash package that a run on such GPUs would use, among the packages installed here.
+
+    Args:
+        gpu: The GPU. None for CPUs.
+    """
     if gpu is None:
         return None
     return next(
@@ -152,6 +189,6 @@ def installed_flash(gpu: Gpu | None) -> FlashPackage | None:
 
 
 def _shapes_are_known(_schedule: object, stages: Sequence[Any], *_: Any) -> None:
-    """Set the result of the vote of a pipeline whose stages are given their shapes."""
+    """Set the result of the vote of a pipeline whose stages know their shapes."""
     for stage in stages:
         stage._inference_mode = schedules.InferenceMode.STATIC

@@ -1,8 +1,8 @@
-"""What a device of a job is given: `trace(job, rank)` runs the trainer's own steps and returns each event.
+"""Traces a job: `trace(job, rank)` runs the trainer's own steps and returns each event of a device.
 
-An event is a kernel, a copy between host and device, or a message of a collective. Beside the events stand the blocks
-of device memory, each with what it is for, when it was made and when it was freed. Nothing is computed, so that a step
-of a million tokens takes seconds.
+An event is a kernel, a copy between host and device, or a message of a collective. The trace also has the blocks of
+device memory, each with its purpose and with the times when it was made and freed. Nothing is computed, so a step of a
+million tokens takes seconds.
 """
 
 import gc
@@ -57,13 +57,18 @@ def trace(
     steps: int = 1,
     recorder: "Recorder | None" = None,
 ) -> Events:
-    """Build the trainer of one rank and do some steps, on a device that does not exist.
+    """Return the events of one rank, after building its trainer and running some steps on a device that does not exist.
 
-    gpu: None for ranks on CPUs; recorder: a new one if absent.
+    Args:
+        job: The resolved job.
+        rank: The rank.
+        gpu: The GPU. None for ranks on CPUs.
+        steps: Number of steps.
+        recorder: Collects the events. None: a new one.
 
     Raises:
-        AssertionError: an operator returned something else than it promises.
-        Exception: whatever a path of this device does wrong: a host read, a shape, a device.
+        AssertionError: The result of an operator differs from its promise.
+        Exception: Any error of a path on this device: a host read, a shape, a device.
     """
     device = torch.device("cpu") if gpu is None else torch.device("cuda", 0)
     recorder = recorder or Recorder(device.type)
@@ -76,7 +81,9 @@ def trace(
         machine(rank, job.degrees.world_size, gpu), *patches(gpu), *recorder.patches(), mode
     ):
         trainer = TracedTrainer(job, device, TracedMachine(recorder, gpu))
-        ensure_state(trainer.optimizer)  # which PyTorch makes in the first step, after the peak
+        ensure_state(
+            trainer.optimizer
+        )  # PyTorch would make it in the first step, after the peak
         recorder.mark(trainer)
         collecting = gc.isenabled()
         gc.collect()
@@ -94,16 +101,17 @@ def trace(
 
 
 class Recorder:
-    """Collects the events of one job. checks: operator of PyTorch -> what its CUDA code refuses."""
+    """Collects the events of one job. checks: operator -> a function that raises where its CUDA code would."""
 
     def __init__(self, device_type: str, checks: dict[str, Any] | None = None) -> None:
         self._device_type = device_type
         self.checks = checks or {}
-        self.step, self.layer = 0, BEFORE
+        self.step = 0
+        self.layer = BEFORE
         self.package: FlashPackage | None = None
-        """Behind PyTorch's flash operators; None for FlashAttention-2."""
+        """The package of PyTorch's flash operators; None for FlashAttention-2."""
         self.host_bytes = 0
-        """Of page-locked memory for what is offloaded."""
+        """Bytes of page-locked memory for offloaded tensors."""
         self._events: list[Event] = []
         self._memory: list[Change] = []
         self._regions = ["start"]
@@ -116,7 +124,7 @@ class Recorder:
         self._groups: dict[int, tuple[int, ...]] = {}
 
     def events(self, trainer: TracedTrainer) -> Events:
-        """Return what was collected."""
+        """Return the collected events."""
         return Events(
             tuple(self._events), tuple(self._memory), mesh_names(trainer), self.host_bytes
         )
@@ -149,21 +157,21 @@ class Recorder:
         elif not (
             func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))
         ):
-            of_plan = self._place in _DIRECTIONS
-            more = {}
-            work = 0 if of_plan else flops(func, name, args, result)
+            in_plan = self._place in _DIRECTIONS
+            options = {}
+            work = 0 if in_plan else flops(func, name, args, result)
             if name in ATTENTION:
                 tile = parallel_rows(
-                    name, args, in_stages=of_plan and has_stages(self._live.latest)
+                    name, args, in_stages=in_plan and has_stages(self._live.latest)
                 )
                 self._tiles.append(tile)
-                if not of_plan:
-                    more = {
+                if not in_plan:
+                    options = {
                         "kernel": kernel_of_one_rank(name, self.package),
                         "tails": work / tile,
                     }
             kind = "launch" if self._is_of_device(args, result) else "host"
-            self._add(kind, name, 0, flops=work, moved=moved(args, result), **more)
+            self._add(kind, name, 0, flops=work, moved=moved(args, result), **options)
 
     def _is_of_device(self, *values: Any) -> bool:
         tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
@@ -172,7 +180,7 @@ class Recorder:
         )
 
     def around(self, name: str, args: tuple, run: Any) -> Any:
-        """Run one operator of this project."""
+        """Run one operator of this project, and return its result."""
         name = name.removeprefix("longshard::")
         number = len(self._events)
         self._add("operator", name, 0)
@@ -197,7 +205,7 @@ class Recorder:
         return result
 
     def compare(self, name: str, cost: Cost, counted: Counter, events: Iterable[Event]) -> None:
-        """Take what an operator of attention has sent, beside the cost of its plan. Tests compare them."""
+        """Take the bytes that an operator of attention has sent, and the cost of its plan. Tests compare them."""
 
     def _cost(self, name: str, args: tuple) -> Cost:
         """Return the cost of the plan that ran."""
@@ -212,11 +220,11 @@ class Recorder:
             latent = LatentShape(up.shape[2], rotated, up.shape[1] + rotated - q[3])
         shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent, latent)
         plan = self._live.latest.plan
-        more = {
+        options = {
             "keep_exchanged": options.keep_exchanged,
             "query_heads": options.query_heads_per_pass,
         }
-        return attention_cost(plan, shape, _DIRECTIONS[name], options.heads_per_pass, **more)
+        return attention_cost(plan, shape, _DIRECTIONS[name], options.heads_per_pass, **options)
 
     def _message(self, name: str, args: tuple) -> None:
         if name in _NO_MESSAGE:
@@ -237,9 +245,9 @@ class Recorder:
             self._changed(block, block.size)
             self._changed(block, 0)
 
-    def _add(self, kind: str, name: str, size: int, **more: Any) -> None:
+    def _add(self, kind: str, name: str, size: int, **options: Any) -> None:
         self._events.append(
-            Event(self.step, self._place, kind, name, size, self.phase, self.layer, **more)
+            Event(self.step, self._place, kind, name, size, self.phase, self.layer, **options)
         )
 
     # ---- memory
@@ -303,7 +311,7 @@ class Recorder:
         layer.register_forward_hook(after)
 
     def patches(self) -> Iterator[Any]:
-        """Yield what follows memory that FSDP frees without an operator, and leaves out what no device is given."""
+        """Yield patches that follow memory freed without an operator, and hide operations that no device runs."""
         real = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
@@ -313,13 +321,13 @@ class Recorder:
 
         yield mock.patch.object(torch.UntypedStorage, "resize_", resize, create=True)
 
-        of_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+        real_propagation = ShardingPropagator._propagate_tensor_meta_non_cached
 
         # of a DTensor's results, which PyTorch finds on a fake device itself
         def shapes_alone(*args: Any) -> Any:
             self._paused = True
             try:
-                return of_shapes(*args)
+                return real_propagation(*args)
             finally:
                 self._paused = False
 
@@ -328,7 +336,10 @@ class Recorder:
         )
 
     def host_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a tensor, which nothing touches; on a CPU it is not of the allocator."""
+        """Return host memory for a tensor of any shape.
+
+        Nothing touches it, and on a CPU the allocator does not own it.
+        """
         buffer = torch.empty_like(x, device="cpu")
         self.host_bytes += buffer.nbytes
         if (block := self._blocks.get(buffer.untyped_storage())) is not None:
@@ -337,6 +348,7 @@ class Recorder:
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
+        """Enter a part of the step."""
         self._regions.append(name)
         try:
             yield
@@ -345,16 +357,23 @@ class Recorder:
 
 
 class TracedMachine(Machine):
-    """A machine that is not there: a recorder notes the regions of a step, and the host memory."""
+    """A simulated machine: a recorder notes the regions of a step, and the host memory.
+
+    Args:
+        recorder: The recorder.
+        gpu: The GPU. None for CPUs.
+    """
 
     def __init__(self, recorder: Recorder, gpu: Gpu | None) -> None:
         self._recorder = recorder
         self.gpu = kernels_of(gpu)
 
     def region(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a part of the step."""
         return self._recorder.region(name)
 
     def host_like(self, tensor: torch.Tensor, device_type: str, key: str) -> torch.Tensor:
+        """Return host memory for a tensor of any shape."""
         return self._recorder.host_like(tensor)
 
 

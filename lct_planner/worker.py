@@ -3,7 +3,7 @@
     {"arguments": ["--job.config_file", ...], "ranks": 8, "gpu": {"name": ...}, "whole": false}
  -> {"profiles": {"0": {...}}}   or   {"error": "one sentence", "wrong": true}
 
-It replaces functions of PyTorch for the whole process, so nothing else runs in it. `Worker` starts one.
+It replaces functions of PyTorch for the whole process, so no other work runs in it. `Worker` starts one.
 """
 
 import importlib
@@ -32,32 +32,35 @@ from trainer.job import ResolvedJob, resolve
 from trainer.job.pipeline_stages import layers_of_stages, resolve_pipeline
 
 SHALLOW = 4
-"""Layers of the shallower of two traced models: the first two and the last two differ from those between. As many more
-as the model has of another kind at its beginning, at most as many."""
+"""Layers of the shallower traced model: two at each end, plus up to four leading layers of another kind."""
 _OWNERS = 16
-"""Ranks over which matrices are dealt evenly in what is traced; of more the first, which is traced, has its share or
-more."""
+"""Up to this many owners share the matrices evenly; beyond it, the traced first rank has at least its share."""
 
 
 def profiles(job: ResolvedJob, gpu: Any, *, whole: bool) -> dict[int, Profile]:
     """Return the profile of the first rank of each pipeline rank that may be the largest: rank -> `Profile`.
 
-    Each trace has a process of its own, a copy of this one: PyTorch remembers groups of ranks.
+    Each trace has a process of its own, a copy of this one, because PyTorch remembers groups of ranks.
+
+    Args:
+        job: The resolved job.
+        gpu: The GPU. None for CPUs.
+        whole: Trace all layers.
     """
     depths = None if whole else shallow_depths(job)
-    jobs = [job] if depths is None else [_of_depth(job, depth) for depth in depths]
+    jobs = [job] if depths is None else [_with_depth(job, depth) for depth in depths]
     pp_ranks = sorted({0, job.degrees.pp - 1})
-    found = _forked([(each, gpu, pp_rank) for pp_rank in pp_ranks for each in jobs])
+    results = _forked([(each, gpu, pp_rank) for pp_rank in pp_ranks for each in jobs])
     ranks_of_stage = job.degrees.world_size // job.degrees.pp
     return {
-        pp_rank * ranks_of_stage: found[i]
+        pp_rank * ranks_of_stage: results[i]
         if depths is None
-        else deeper(*found[2 * i : 2 * i + 2], len(_layers(job, pp_rank)))
+        else deeper(*results[2 * i : 2 * i + 2], len(_layers(job, pp_rank)))
         for i, pp_rank in enumerate(pp_ranks)
     }
 
 
-def _of_depth(job: ResolvedJob, layers: int) -> ResolvedJob:
+def _with_depth(job: ResolvedJob, layers: int) -> ResolvedJob:
     model = replace(job.model, n_layers=layers)
     return replace(job, model=model, pipeline=resolve_pipeline(job.config, model))
 
@@ -85,21 +88,21 @@ def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
         process.start()
         sender.close()
         started.append((process, receiver))
-    found = []
+    results = []
     for process, receiver in started:
         try:
-            found.append(receiver.recv())
+            results.append(receiver.recv())
             process.join()
         except EOFError:
             process.join()
-            found.append(
+            results.append(
                 RuntimeError(
                     f"the tracing process ended with code {process.exitcode}, -9 for lack of memory"
                 )
             )
-    for error in (x for x in found if isinstance(x, Exception)):
+    for error in (x for x in results if isinstance(x, Exception)):
         raise error
-    return found
+    return results
 
 
 def _send_profile(sender: Connection, job: ResolvedJob, gpu: Any, pp_rank: int) -> None:
@@ -122,11 +125,14 @@ def _send_profile(sender: Connection, job: ResolvedJob, gpu: Any, pp_rank: int) 
 
 
 def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
-    """Return two numbers of layers from which the model's depth follows; None if it is not much deeper.
+    """Return two numbers of layers from which the model's depth follows. None if the model is not much deeper.
 
-    They have as many layers of each kind, over a period: kinds of layers, checkpointed and offloaded layers come in
-    turns, but for the first ones, and the last two are of the kinds that they are of in the model. Each stage of a
-    pipeline has as many. A model of fields is traced whole.
+    Both have the same number of layers of each kind, up to a period: kinds of layers, checkpointed and offloaded layers
+    repeat, except the first layers. The last two layers have the kinds of the last two layers of the model. Each stage
+    of a pipeline has the same number of layers. A model of fields is traced whole.
+
+    Args:
+        job: The resolved job.
     """
     if job.config.task != "tokens":
         return None
@@ -139,12 +145,12 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
             period, Fraction(settings.offload_fraction).limit_denominator(8).denominator
         )
     owners = job.degrees.world_size // job.degrees.pp
-    # each is dealt as many matrices of every shape
+    # each owner has the same number of matrices of every shape
     if job.config.optimizer.name == "Muon" and owners <= _OWNERS:
         period = math.lcm(period, owners)
     stages = 1 if job.pipeline is None else len(job.pipeline.stages)
-    given = job.config.parallelism.pipeline_parallel_module_fqns
-    if stages > 1 and (period > 1 or special or given):
+    modules = job.config.parallelism.pipeline_parallel_module_fqns
+    if stages > 1 and (period > 1 or special or modules):
         return None
     layers = model.n_layers // stages
     least = SHALLOW + special
@@ -153,14 +159,18 @@ def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
 
 
 def _turn(model: Any, first: int) -> tuple[int, int]:
-    """Return `first`, and after how many layers the kinds of the layers from there on come again."""
+    """Return `first`, and the period of the kinds of layers from there on."""
     kinds = [kind_of_layer(model, layer) for layer in range(first, model.n_layers)]
     turns = (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])
     return first, next(turns, model.n_layers)
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolve the job of a question, and trace it."""
+    """Return the answer to a question: resolve its job, and trace it.
+
+    Args:
+        question: The question, see the module.
+    """
     try:
         config = parse_command_line(question["arguments"]).config
         device_type = "cpu" if question["gpu"] is None else "cuda"
@@ -174,11 +184,11 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
             gpu = Gpu(**question["gpu"] | {"capability": tuple(question["gpu"]["capability"])})
         with tempfile.TemporaryDirectory() as folder:
             job = _traceable(whole, folder)
-            found = profiles(job, gpu, whole=question["whole"])
-        more = whole.sequences_per_step / job.sequences_per_step
+            results = profiles(job, gpu, whole=question["whole"])
+        factor = whole.sequences_per_step / job.sequences_per_step
         return {
             "profiles": {
-                rank: asdict(profile.repeated(more)) for rank, profile in found.items()
+                rank: asdict(profile.repeated(factor)) for rank, profile in results.items()
             }
         }
     except ConfigError as error:
@@ -190,7 +200,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
     """Return a job whose step takes the same memory with few micro-batches, and which reads and saves nothing.
 
-    Of a pipeline no more are alive than twice its ranks, but for schedules that run all forwards first.
+    In a pipeline at most twice its ranks are alive, except with schedules that run all forwards first.
     """
     config = job.config
     batch = job.config.training.local_batch_size
@@ -210,8 +220,8 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
     )
     compilation = job.compilation
     if compilation.any:
-        # Whatever activation checkpointing decides is kept of eager code, too. Else the compiler decides, which shows
-        # with a backend that needs no device; but for tensor-parallel blocks.
+        # If activation checkpointing decides, eager code keeps the same tensors. Otherwise the compiler decides, and a
+        # backend that needs no device shows it, except for tensor-parallel blocks.
         decides = (
             config.activation_checkpoint.mode in ("none", "memory_budget")
             and job.degrees.tp == 1
@@ -234,7 +244,8 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
 class Worker:
     """A process that traces. Close it, or use it as a context.
 
-    has_shim: whether it has CUDA tensors, which needs a compiler of C++.
+    Args:
+        has_shim: Whether it has CUDA tensors, which needs a compiler of C++.
     """
 
     def __init__(self, *, has_shim: bool) -> None:
@@ -260,12 +271,20 @@ class Worker:
         whole: bool,
         node: int | None = None,
     ) -> dict[str, Any]:
-        """Trace a job and return the answer. gpu: of `device.Gpu`; None for ranks on CPUs; whole: all its layers.
+        """Trace a job and return the answer.
 
-        node: ranks on one node, see `resolve`.
+        Args:
+            arguments: Command line of the job.
+            ranks: Number of ranks.
+            gpu: Fields of `device.Gpu`. None for ranks on CPUs.
+            whole: Trace all layers.
+            node: Ranks on one node, see `resolve`.
+
+        Returns:
+            The answer, see the module.
 
         Raises:
-            ConfigError: a wrong setting, or a job that cannot be traced; one sentence.
+            ConfigError: A setting is wrong, or the job cannot be traced; one sentence.
         """
         question = {
             "arguments": list(arguments),
@@ -281,14 +300,14 @@ class Worker:
             raise ConfigError(
                 f"the process that traces the job ended with code {self._process.wait()}{self._why()}"
             )
-        found = json.loads(line)
-        if "error" in found:
+        results = json.loads(line)
+        if "error" in results:
             raise ConfigError(
-                found["error"]
-                if found["wrong"]
-                else f"the job cannot be traced: {found['error']}"
+                results["error"]
+                if results["wrong"]
+                else f"the job cannot be traced: {results['error']}"
             )
-        return found
+        return results
 
     def _why(self) -> str:
         """Return the last line that the process has logged."""
@@ -311,7 +330,7 @@ class Worker:
 
 def main() -> None:
     """Answer until standard input ends."""
-    # what the trainer prints is not an answer
+    # output of the trainer is not an answer
     answers = sys.stdout
     sys.stdout = sys.stderr
     importlib.import_module("lct_planner.tracing")  # once, for all copies of this process

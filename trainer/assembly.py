@@ -1,7 +1,7 @@
 """The parts of a training run, built before its first step in the order in which they need each other.
 
-`trainer.trainer.Trainer` is the loop over them. A class that builds one part in another way, such as the trainer that
-the planner traces, overrides one `build_*` method.
+`trainer.trainer.Trainer` is the loop over them. A class that builds one part in another way overrides one `build_*`
+method, for example the trainer that the planner traces.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,18 +46,19 @@ class Assembly:
     """The parts of one training run on this rank: machine, data, model, optimizer, and the saved state of the run.
 
     Args:
-        job: the resolved job; all ranks have the same.
-        device: where this rank's tensors are.
-        machine: what clock, groups and memory are asked of; the planner passes its own.
+        job: The resolved job; all ranks have the same.
+        device: The device of this rank's tensors.
+        machine: Provides clock, groups and memory; the planner passes its own.
 
     Raises:
-        SharedConfigError: on every rank, if a part cannot be built on one of them.
+        SharedConfigError: On every rank, if a part cannot be built on one of them.
     """
 
     def __init__(
         self, job: ResolvedJob, device: torch.device, machine: Machine = MACHINE
     ) -> None:
-        self.job, self.device = job, device
+        self.job = job
+        self.device = device
         self.region = machine.region
         self.config = job.config
         self.dims = ParallelDims(job.degrees, device.type, machine)
@@ -110,8 +111,8 @@ class Assembly:
             p for part in self.model_parts for p in part.parameters() if p.requires_grad
         ]
         self.observers = self.build_observers()
-        self._of_batch: dict[str, ScoreFunction] = {}
-        """What the task's context of a batch gets beside it: who takes the scores of attention."""
+        self._context_options: dict[str, ScoreFunction] = {}
+        """Keyword arguments of the task's `batch_context`: the function that takes attention scores."""
         plan = self.job.pipeline
         self.pipeline = plan and self.build_pipeline(plan, self.model_parts)
 
@@ -123,9 +124,9 @@ class Assembly:
         self.updates_masked = self.early is None and can_mask_update(
             self.optimizer, self.device
         )
-        """Whether a non-finite update is masked on the device, which then need not wait for the host."""
+        """Whether the device masks a non-finite update itself, so that it need not wait for the host."""
         self.unread: Callable[[], None] | None = None
-        """The rest of the last step, which reads its outcome; None if it is done."""
+        """Deferred end of the previous step (reads loss and gradient norm); None once it has run."""
         self.lr_scheduler = build_lr_scheduler(
             self.optimizer, config.lr_scheduler, config.training.steps
         )
@@ -150,48 +151,52 @@ class Assembly:
         )
 
     def build_task(self) -> Task:
-        """Build the task: what a batch holds, and how its loss is computed."""
+        """Return the task: what a batch holds, and how its loss is computed."""
         return resolve_name(self.job.task.module)(self.job, self.dims)
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Build the optimizer of these model parts."""
+        """Return the optimizer of these model parts."""
         optimizer = build_optimizer(self.model_parts, self.config, self.dims)
         check_groups(optimizer, self.model_parts, self.config.optimizer, self.dims)
         return optimizer
 
     def build_observers(self) -> list[Observer]:
-        """Build the observers of each step: first the model's, then the task's, then those that packages registered."""
+        """Return the step observers, in this order: the model's, the task's, registered ones."""
         added = [
             build(self.job, self.dims, self.model_parts) for build in registered_observers()
         ]
-        of_model = self.spec.observer(self.model_parts, self.dims)
-        return [of_model, *self.task.observers(), self.guard, *added]
+        model_observer = self.spec.observer(self.model_parts, self.dims)
+        return [model_observer, *self.task.observers(), self.guard, *added]
 
     def build_observers_of_updates(self) -> list[Observer]:
-        """Build what takes part in each step of the optimizer."""
+        """Return the observers that watch the optimizer, after the optimizer is built."""
         config = self.config
-        found: list[Observer] = []
+        observers: list[Observer] = []
         if config.optimizer.qk_clip is not None and config.task == "tokens":
-            found.append(
+            observers.append(
                 clip := QKClip(
                     self.model_parts, self.optimizer, self.dims, config.optimizer.qk_clip
                 )
             )
-            self._of_batch["on_scores"] = clip.see
+            self._context_options["on_scores"] = clip.see
         if config.metrics.log_update_norms:
-            found.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
-        return found
+            observers.append(UpdateNorms(self.model_parts, self.optimizer, self.dims))
+        return observers
 
     def build_early_updates(self) -> EarlyUpdates | None:
-        """Build what updates parameters on the host during the backward."""
+        """Return the part that updates parameters on the host during the backward."""
         return EarlyUpdates(*self.model_parts, self.optimizer, self.device)
 
     def build_metrics(self, **before: int) -> MetricsLogger:
-        """Build what measures and logs steps. before: steps and tokens of earlier runs."""
+        """Return the logger, which measures and logs steps.
+
+        Args:
+            **before: `start_step` and `tokens_before`: steps and tokens of earlier runs.
+        """
         return MetricsLogger(self.job, self.dims, self.device, **before)
 
     def build_validation(self) -> Validation:
-        """Build the validation loop."""
+        """Return the validation loop. A collective over all ranks."""
         build = partial(Validation, self.job, self.dims, self.task)
         validation = raise_on_all_ranks(build, self.dims["world"])
         check_same(validation.identity, self.dims["world"], "validation data")
@@ -202,7 +207,12 @@ class Assembly:
         return build_model_parts(self.spec, self.job, self.dims, self.device)
 
     def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline:
-        """Return the pipeline, which runs these stages of this rank by its schedule."""
+        """Return the pipeline, which runs these stages of this rank by its schedule.
+
+        Args:
+            plan: The stages of all ranks, and their schedule.
+            model_parts: The stages of this rank.
+        """
         model = self.job.model
         hidden = HiddenStates(
             model.dim, self.compute_dtype, self.dims.size("tp"), rows=1 + mtp_layers_of(model)
@@ -213,12 +223,12 @@ class Assembly:
         return pipeline
 
     def _set_timeout(self, seconds: float) -> None:
-        set_timeout(seconds, but_for=self.checkpoint.group)
+        set_timeout(seconds, except_group=self.checkpoint.group)
         if self.pipeline is not None:
             self.pipeline.set_timeout(seconds)
 
     def _to_device(self, batch: Batch) -> Batch:
-        """Copy the tensors of a batch to the device, from pinned memory and on CUDA asynchronously, if no task does."""
+        """Copy the tensors of a batch to the device, asynchronously on CUDA, unless the task copies them itself."""
         if self.job.task.copies_batches:
             return batch
         return {

@@ -1,4 +1,4 @@
-"""How a package of your own adds to the program: import it with `job.imports`, and call these functions in it.
+"""How your own package extends the program: import it with `job.imports`, and call these functions in it.
 
     # my_package/__init__.py
     from trainer.extensions import register_model
@@ -11,8 +11,8 @@
     model.name = "mine"
 
 Every command and every rank imports the package before it looks a name up. A name that exists already is refused
-(ConfigError). Torch-free: what needs PyTorch is named by its module, "package.module:name", and imported by ranks.
-docs/your_own_model.md has a family from its first line to its tests.
+(ConfigError). Torch-free: objects that need PyTorch are named by their module, "package.module:name", and imported by
+ranks. docs/your_own_model.md has a family from its first line to its tests.
 """
 
 from collections.abc import Mapping
@@ -44,27 +44,40 @@ def register_model(
 ) -> None:
     """Add a model family, for `model.name`.
 
-    flavors: sizes by name, for `model.flavor`; spec: the module that holds `SPEC`, a `ModelSpec`; hugging_face: how the
-    family reads and writes a `config.json`, if transformers has it.
+    Args:
+        name: Name of the family.
+        flavors: Sizes by name, for `model.flavor`.
+        spec: The module that holds `SPEC`, a `ModelSpec`.
+        hugging_face: How the family reads and writes a `config.json`, if transformers has it.
     """
     MODELS.add(name, Family(flavors, spec, hugging_face))
     check_place(f"register_model({name!r}): spec", f"{spec}:SPEC")
 
 
 def register_dataset(name: str, source: Source) -> None:
-    """Add a kind of data set that holds text, for `training.dataset`."""
+    """Add a kind of data set that holds text, for `training.dataset`.
+
+    Args:
+        name: Name of the kind.
+        source: How it is read.
+    """
     DATASETS.add(name, source)
 
 
 def register_iterable(name: str, place: str) -> None:
     """Add a data set of texts or token ids that are made while the job trains, for `training.dataset`.
 
-    place: "package.module:function" of a function of (`training.dataset_path`, number of the data stream, number of
-    streams) that returns an iterable or a sequence with the documents of that stream, such as a `datasets` stream split
-    by `split_dataset_by_node`. It is called again for each pass; a `set_epoch` of the iterable gets the pass' number.
+    The function takes (`training.dataset_path`, number of the data stream, number of streams). It returns an iterable
+    or a sequence with the documents of that stream, for example a `datasets` stream split by `split_dataset_by_node`.
+    It is called again for each pass; a `set_epoch` of the iterable gets the pass' number.
+
     torchdata's `StatefulDataLoader` resumes it: by its `state_dict` and `load_state_dict` (of JSON types), or else by
     reading again up to the position. A document is a text, an object with the field `training.dataset_text_field`, a
     list of token ids, or an `Encoded`.
+
+    Args:
+        name: Name of the data set.
+        place: The function, as "package.module:function".
     """
     check_place(f"register_iterable({name!r}): place", place)
     DATASETS.add(name, Source((), _no_files, _no_files, check=lambda _: None, iterable=place))
@@ -78,12 +91,22 @@ def _no_files(settings: DataSettings, *_: object) -> Any:
 
 
 def register_chat_template(name: str, source: str) -> None:
-    """Add a chat template, for `model.chat_template`. source: its Jinja text."""
+    """Add a chat template, for `model.chat_template`.
+
+    Args:
+        name: Name of the template.
+        source: Its Jinja text.
+    """
     TEMPLATES.add(name, source)
 
 
 def register_task(task: TaskSpec, *, datasets: tuple[str, ...]) -> None:
-    """Add a task: training on something else than tokens. datasets: the values of `training.dataset` that mean it."""
+    """Add a task: training on something other than tokens.
+
+    Args:
+        task: The task.
+        datasets: The values of `training.dataset` that select it.
+    """
     check_place(f"register_task({task.name!r}): module", task.module)
     TASKS.add(task.name, task)
     for name in datasets:
@@ -93,8 +116,15 @@ def register_task(task: TaskSpec, *, datasets: tuple[str, ...]) -> None:
 def register_table(name: str, table: type[Any]) -> None:
     """Add a table [name] to the configuration: a frozen dataclass with a docstring below each field.
 
-    It is defined in the package. Its fields may be those of `trainer.config.keys.key`, with bounds, a unit, and when
-    they have an effect.
+    Define it in the package. Its fields may use `trainer.config.keys.key`, with bounds, a unit, and when they have an
+    effect.
+
+    Args:
+        name: Name of the table.
+        table: The dataclass.
+
+    Raises:
+        ConfigError: The name exists already, or `table` is no dataclass.
     """
     if name in {table.name for table in fields(JobConfig)}:
         raise ConfigError(
@@ -110,9 +140,16 @@ def register_table(name: str, table: type[Any]) -> None:
 def register_optimizer(name: str, place: str) -> None:
     """Add an optimizer, for `optimizer.name`.
 
-    place: "package.module:function" of a function of (model parts of this rank, `JobConfig`) that returns a
-    `torch.optim.Optimizer`; `trainer.components.optimizer.parameter_groups` says which parameters decay. The schedule
-    sets `lr` of its groups. Settings of its own stand in a table of its own, see `register_table`.
+    The function takes (model parts of this rank, `JobConfig`) and returns a `torch.optim.Optimizer`;
+    `trainer.components.optimizer.parameter_groups` says which parameters decay. The schedule sets `lr` of its groups.
+    Its settings belong in a table of its own, see `register_table`.
+
+    Args:
+        name: Name of the optimizer.
+        place: The function, as "package.module:function".
+
+    Raises:
+        ConfigError: The name exists already.
     """
     if name in OPTIMIZERS_HERE:
         raise ConfigError(
@@ -124,7 +161,15 @@ def register_optimizer(name: str, place: str) -> None:
 
 
 def register_method(name: str, method: Method) -> None:
-    """Add a method of context parallelism, for `parallelism.context_parallel_method`; `auto` weighs it, too."""
+    """Add a method of context parallelism, for `parallelism.context_parallel_method`; `auto` considers it, too.
+
+    Args:
+        name: Name of the method.
+        method: The method.
+
+    Raises:
+        ConfigError: The name exists already.
+    """
     if METHODS.setdefault(name, method) is not method:
         raise ConfigError(
             f"a method named {name!r} exists already; register yours under another name"
@@ -135,8 +180,11 @@ def register_method(name: str, method: Method) -> None:
 def register_observer(place: str) -> None:
     """Add an observer to every run.
 
-    place: "package.module:name" of a function of (`ResolvedJob`, `ParallelDims`, model parts of this rank) that returns
-    a `trainer.observer.Observer`.
+    The function takes (`ResolvedJob`, `ParallelDims`, model parts of this rank) and returns a
+    `trainer.observer.Observer`.
+
+    Args:
+        place: The function, as "package.module:name".
     """
     check_place("register_observer: place", place)
     if place not in OBSERVERS:

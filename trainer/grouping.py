@@ -1,10 +1,15 @@
-"""Things with sizes in groups of a limited size: small files to read together, tensors of one file."""
+"""Groups named items of known size into groups of limited size: small files to read together, tensors of one file."""
 
 from collections.abc import Mapping
 
 
 def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
-    """Return the names in groups whose sizes add up to at most so much; a larger one is alone."""
+    """Return the names in groups whose sizes add up to at most `most`; a larger item is alone.
+
+    Args:
+        sizes: Size of each name.
+        most: Largest size of a group.
+    """
     groups: list[list[str]] = []
     total = 0
     for name, size in sizes.items():

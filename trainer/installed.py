@@ -1,4 +1,4 @@
-"""A clone whose packages are not installed says so in one sentence. Only the standard library is imported."""
+"""Report missing packages of a clone in one sentence. Only the standard library is imported."""
 
 import sys
 from importlib.util import find_spec
@@ -8,7 +8,11 @@ _TRAINING = ("torch", "tiktoken")
 
 
 def check_installed(*, training: bool) -> None:
-    """End the process with exit code 2 if a package is missing. training: also those that only training needs."""
+    """End the process with exit code 2 if a package is missing.
+
+    Args:
+        training: Also check the packages that only training needs.
+    """
     missing = [
         name for name in (*_EVERY_COMMAND, *_TRAINING * training) if find_spec(name) is None
     ]

@@ -37,16 +37,17 @@ _NOT_SAVED = (
 class Trainer(Assembly):
     """One training run of a resolved job on this rank, in an initialised process group.
 
-    `train()` is the loop, `train_step` one optimizer step. Both call the other methods. `Assembly` builds the parts.
+    `train()` is the loop, `train_step` one optimizer step. Both call the other methods. `Assembly` builds the parts,
+    and documents the constructor's arguments.
     """
 
     def train(self) -> None:
         """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.
 
         Raises:
-            TrainingError: a loss or a gradient that is not finite.
-            CheckpointError: a checkpoint could not be written.
-            SharedConfigError: the data of a step cannot be read; the step before is saved.
+            TrainingError: A loss or a gradient is not finite.
+            CheckpointError: A checkpoint could not be written.
+            SharedConfigError: The data of a step cannot be read; the step before is saved.
         """
         config = self.config
         steps = self.config.training.steps
@@ -91,7 +92,11 @@ class Trainer(Assembly):
             self.metrics.close()
 
     def train_step(self, step: int) -> None:
-        """Do one optimizer step over the whole global batch."""
+        """Run one optimizer step over the whole global batch.
+
+        Args:
+            step: Number of the step.
+        """
         batches = self.take_batches(step)
         # One count for the whole step, before any backward: a mean of means is wrong if ranks have different counts.
         targets = sum(self.task.counts(batch).sum() for batch in batches)
@@ -108,11 +113,11 @@ class Trainer(Assembly):
             self.forward_backward(batch, valid.clamp(min=1), last=i == len(batches) - 1)
             for i, batch in enumerate(batches)
         ]
-        # of each sample
+        # one value for each sample
         sums, counts = (torch.cat(column) for column in zip(*losses, strict=True))
-        # while the device works; all ranks learn of bad data with the totals
+        # the device works meanwhile; the totals tell all ranks of unreadable data
         self._make_next_batches(step)
-        # the step before; no update is launched after a step that ends the run
+        # read the previous step: no update may be launched after a step that ends the run
         self.read_step()
         with self.region("grad_norm"):
             settle_gradients(self.parameters)
@@ -136,12 +141,18 @@ class Trainer(Assembly):
         self.lr_scheduler.step()
 
     def _votes(self) -> list[float]:
-        """Return what this rank asks of all ranks after a step."""
+        """Return the votes of this rank, by which all ranks decide after a step."""
         data_failed = float(self.data.failed)
         return [*self.stop.votes(), self.checkpoint.vote(), data_failed, self.limits.vote()]
 
     def take_batches(self, step: int) -> list[Batch]:
-        """Return the micro-batches of a step. Errors of later steps came with the totals of the step before."""
+        """Return the micro-batches of a step.
+
+        The totals of the step before have reported reading errors of later steps.
+
+        Args:
+            step: Number of the step.
+        """
         with self.metrics.loading_data(), self.region("data_loading"):
             if step > self.start_step + 1:
                 return self.data.take()
@@ -154,9 +165,14 @@ class Trainer(Assembly):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run forward and backward of one micro-batch, and add to the gradients.
 
-        valid: number of targets of the whole step, over all ranks; last: no micro-batch of this step follows.
-        Return for each sample (sum of losses on this rank, number of targets): (B,) float64, (B,) int64. In a pipeline
-        only the last stage has losses.
+        Args:
+            batch: The micro-batch.
+            valid: Number of targets of the whole step, over all ranks, a scalar.
+            last: Whether it is the last micro-batch of the step.
+
+        Returns:
+            For each sample the sum of losses on this rank, (B,), float64, and the number of targets, (B,), int64. In a
+            pipeline only the last stage has losses.
         """
         for observer in self.observers:
             observer.batch(batch)
@@ -169,7 +185,7 @@ class Trainer(Assembly):
 
         with (
             compiler_settings(self.job.compilation),
-            self.task.batch_context(batch, self.model_parts, **self._of_batch) as share,
+            self.task.batch_context(batch, self.model_parts, **self._context_options) as share,
         ):
             if self.pipeline is not None:
                 for part in self.model_parts:
@@ -199,7 +215,9 @@ class Trainer(Assembly):
         (model,) = self.model_parts
         with self.region("forward"), torch.no_grad():
             for part in parts[:-1]:
-                model(part.inputs, **part.arguments)  # keeps what later chunks attend to
+                model(
+                    part.inputs, **part.arguments
+                )  # keeps the keys and values that later chunks attend to
         for number, part in reversed([*enumerate(parts)]):
             ends = last and number == 0
             reduce_across_replicas(model, ends)
@@ -211,7 +229,11 @@ class Trainer(Assembly):
                 total.backward()
 
     def needs_outcome(self, step: int) -> bool:
-        """Return whether a step is read at once: its update, or what is done after it, depends on the outcome."""
+        """Return whether a step is read at once, because its update or later work depends on the outcome.
+
+        Args:
+            step: Number of the step.
+        """
         ends = (
             step in (self.start_step + 1, self.config.training.steps)
             or self.stop_reason is not None
@@ -221,30 +243,42 @@ class Trainer(Assembly):
         return not self.updates_masked or ends or saves or validates
 
     def read_step(self) -> None:
-        """Do the rest of the last step, if it is left."""
-        rest = self.unread
+        """Run the deferred end of the previous step, if there is one."""
+        deferred_end = self.unread
         self.unread = None
-        if rest is not None:
-            rest()
+        if deferred_end is not None:
+            deferred_end()
 
     def finish_step(self, step: int, totals: StepTotals, record: StepRecord | None) -> None:
-        """Read the totals of a step, update the weights if the device has not, and write its metrics."""
+        """Read the totals of a step, update the weights if the device has not, and write its metrics.
+
+        Args:
+            step: Number of the step.
+            totals: Sums over all ranks.
+            record: Values for the metrics. None if the step is not logged.
+        """
         loss, grad_norm, updated = self.reduce_step(step, totals)
         if updated and not self.updates_masked:
             self.optimizer_step(grad_norm)
         if updated and record is not None:
-            more = {
+            observed = {
                 key: x
                 for each in self.observers
                 for key, x in each.record(record.positions).items()
             }
-            self.metrics.log(step, loss=loss, grad_norm=grad_norm, record=record, observed=more)
+            self.metrics.log(
+                step, loss=loss, grad_norm=grad_norm, record=record, observed=observed
+            )
 
     def reduce_step(self, step: int, totals: StepTotals) -> tuple[float, float, bool]:
-        """Return loss, gradient norm, and whether this step updates the weights; note whether to stop, and to save.
+        """Return loss, gradient norm, and whether this step updates the weights; decide whether to stop, and to save.
+
+        Args:
+            step: Number of the step.
+            totals: Sums over all ranks.
 
         Raises:
-            TrainingError: on every rank, if the loss or the norm is not finite; no weight has changed.
+            TrainingError: On every rank, if the loss or the norm is not finite; no weight has changed.
         """
         loss, norm, (*votes, save, no_data, slow) = totals.read()
         self.limits.step_was_read(slow > 0)
@@ -253,7 +287,11 @@ class Trainer(Assembly):
         return loss, norm, not self.guard.should_skip(step, loss, norm)
 
     def optimizer_step(self, norm: float | torch.Tensor) -> None:
-        """Clip the gradients, whose norm is given, to `training.max_norm`, and update the weights."""
+        """Clip the gradients to `training.max_norm`, and update the weights.
+
+        Args:
+            norm: The gradient norm; on the device a scalar, float64.
+        """
         with self.region("clip"):
             clip_gradients(self.parameters, norm, self.config.training.max_norm)
         with (
@@ -263,8 +301,8 @@ class Trainer(Assembly):
             self.optimizer.step()
 
     def _validate(self, step: int, last: bool, compilations: Recompilations) -> float | None:
-        """Validate if it is due; return the loss if its checkpoint is kept as the best so far."""
-        # A run that is stopped has little time left to save.
+        """Validate if it is due; return the loss if its checkpoint is kept as the best one so far."""
+        # A stopped run has little time left to save.
         if (
             self.validation is None
             or self.stop_reason
@@ -287,9 +325,10 @@ class Trainer(Assembly):
         )
 
     def _make_next_batches(self, step: int) -> None:
-        """Make the next batches. On a CPU nothing else runs meanwhile, so that it counts as loading data.
+        """Make the next batches. On a CPU nothing else runs meanwhile, so the time counts as loading data.
 
-        Where a step is read during the next one, two steps ahead: the vote on data that cannot be read is read in time.
+        If a step is read during the next step, batches are made two steps ahead, so that the vote on unreadable data is
+        read in time.
         """
         ahead = min(1 + self.updates_masked, self.config.training.steps - step)
         if ahead > 0:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
-from trainer.families.decoder_args import decoder_modules
+from trainer.families.args import decoder_modules
 from trainer.families.feed_forward_args import DenseArgs
 from trainer.families.layers import Layer, NormArgs
 from trainer.families.mixers import AttentionArgs

@@ -122,7 +122,10 @@ def planted_case(folder: str, arguments: list[str], fault: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        ("surplus", "it holds optimizer.layers.7.wq.weight.exp_avg and this model has none; such entries: 1"),
+        (
+            "surplus",
+            "it holds optimizer.layers.7.wq.weight.exp_avg, which this model lacks; surplus entries: 1",
+        ),
         *slow(
             ("missing", "Missing key in checkpoint state_dict: optimizer.norm.weight.exp_avg"),
             ("other shape", "Size mismatch between saved torch.Size"),

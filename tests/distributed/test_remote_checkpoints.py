@@ -20,7 +20,8 @@ from trainer.checkpoint.failed_save import CheckpointError
 from trainer.commands import convert, verify
 from trainer.families.registry import MODELS
 from trainer.runtime.process_group import Process
-from trainer.stores.store import RemoteStore, store_of
+from trainer.stores.addresses import store_of
+from trainer.stores.remote_store import RemoteStore
 
 FSDP2, TP2 = LAYOUTS["fsdp2"][1], LAYOUTS["tp2"][1]
 Variables = dict[str, str]
@@ -73,7 +74,9 @@ def test_any_layout_resumes_from_what_another_saved(
 def killed_case(folder: str, arguments: list[str], rank: int) -> None:
     """Rank `rank` is killed in the second save: 0 before it publishes, another one before it has written."""
     target = (
-        "trainer.stores.store.RemoteStore.publish" if rank == 0 else "trainer.checkpoint.dcp_files.Writer.write_data"
+        "trainer.stores.remote_store.RemoteStore.publish"
+        if rank == 0
+        else "trainer.checkpoint.dcp_files.Writer.write_data"
     )
     with trainer_in(folder, arguments) as trainer:
         trainer.train_step(1)

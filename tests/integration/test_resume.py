@@ -234,13 +234,13 @@ def timeouts_case(folder: str, arguments: list[str]) -> list[timedelta]:
     def timeout(group) -> timedelta:
         return group._get_backend(torch.device("cpu")).options._timeout
 
-    def observed(seconds: float, *, but_for=None) -> None:
-        if but_for is not None:
+    def observed(seconds: float, *, except_group=None) -> None:
+        if except_group is not None:
             groups = [group for group in _world.pg_map if torch.distributed.get_backend(group) != "fake"]
-            seen.append(max(timeout(group) for group in groups if group is not but_for))
-        set_timeout(seconds, but_for=but_for)
-        if but_for is not None:
-            seen.extend([timeout(torch.distributed.group.WORLD), timeout(but_for)])
+            seen.append(max(timeout(group) for group in groups if group is not except_group))
+        set_timeout(seconds, except_group=except_group)
+        if except_group is not None:
+            seen.extend([timeout(torch.distributed.group.WORLD), timeout(except_group)])
 
     with mock.patch("trainer.assembly.set_timeout", observed):
         assert run_main(folder, arguments) == 0

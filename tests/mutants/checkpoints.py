@@ -35,7 +35,7 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a checkpoint in a store is half removed while it still looks whole",
-        "trainer/stores/store.py",
+        "trainer/stores/remote_store.py",
         """            self.remove_file(path / STATE_FILE)
         if ours""",
         """            pass
@@ -44,21 +44,21 @@ CHECKPOINTS = (
     ),
     Mutant(
         "a save in a store does not say that it has begun",
-        "trainer/stores/store.py",
+        "trainer/stores/remote_store.py",
         "        self.write(self.step(step) / SAVING_FILE, claim.encode())\n",
         "",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "of two jobs that save to one name in a store both are published",
-        "trainer/stores/store.py",
+        "trainer/stores/remote_store.py",
         'raise OSError(errno.EBUSY, "another job saves there, too")',
         "pass",
         "tests/unit/test_remote_folder.py",
     ),
     Mutant(
         "half an object appears in a store after an error",
-        "trainer/stores/store.py",
+        "trainer/stores/remote_store.py",
         "                stream.discard()",
         "                stream.close()",
         "tests/unit/test_remote_folder.py",
@@ -66,8 +66,8 @@ CHECKPOINTS = (
     Mutant(
         "the latest checkpoints are removed, not the oldest",
         "trainer/stores/kept.py",
-        "of_this_run[: -k or None]",
-        "of_this_run[k:]",
+        "own_steps[: -k or None]",
+        "own_steps[k:]",
         "tests/unit/test_checkpoint_folder.py",
     ),
     Mutant(
@@ -134,10 +134,10 @@ CHECKPOINTS = (
         "tests/unit/test_hugging_face.py",
     ),
     Mutant(
-        "a whole file of another step is not found",
+        "a whole file of another step is not check_sum",
         "trainer/checkpoint/verify.py",
-        "if found != wanted:",
-        "if found != wanted and False:",
+        "if check_sum != wanted:",
+        "if check_sum != wanted and False:",
         "tests/unit/test_verify_steps.py",
     ),
     Mutant(

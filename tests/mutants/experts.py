@@ -114,8 +114,8 @@ EXPERTS = (
     Mutant(
         "a gpt-oss without RoPE keys has none of its class",
         "trainer/families/decoder_config_json.py",
-        "{**self.defaults, **given}",
-        "given | {'sliding_window': given.get('sliding_window')}",
+        "{**self.defaults, **entries}",
+        "entries | {'sliding_window': entries.get('sliding_window')}",
         "tests/unit/test_hugging_face_config.py",
     ),
     Mutant(

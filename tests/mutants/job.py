@@ -152,7 +152,7 @@ DATA = (
     Mutant(
         "ranks do not compare their data at the start",
         "trainer/runtime/agreement.py",
-        "if theirs != found[0]), None)",
+        "if theirs != rank_values[0]), None)",
         "if theirs == 0), None)",
         "tests/distributed/test_bad_data.py",
     ),
@@ -609,7 +609,7 @@ PROCESSES = (
     Mutant(
         "two jobs save to one folder of checkpoints",
         "trainer/runtime/dump_folder.py",
-        'found["checkpoint.folder"] = checkpoints',
+        'folders["checkpoint.folder"] = checkpoints',
         "pass",
         "tests/unit/test_dump_folder.py",
     ),
@@ -722,7 +722,7 @@ PROCESSES = (
     Mutant(
         "every node is the first one",
         "trainer/runtime/nodes.py",
-        "rank = _rank(given, count) if count > 1 else 0",
+        "rank = _rank(values, count) if count > 1 else 0",
         "rank = 0",
         "tests/unit/test_nodes.py",
     ),
@@ -813,8 +813,8 @@ PROCESSES = (
     Mutant(
         "what one rank finds wrong does not reach the others",
         "trainer/runtime/agreement.py",
-        'failed = all_reduce(found, group, "max").item()',
-        'failed = all_reduce(found, group, "min").item()',
+        'failed = all_reduce(flag, group, "max").item()',
+        'failed = all_reduce(flag, group, "min").item()',
         "tests/distributed/test_checkpoint_errors.py",
     ),
     Mutant(

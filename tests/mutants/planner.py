@@ -155,8 +155,8 @@ PLANNER = (
     Mutant(
         "suggestions keep the micro-batch of the file",
         "lct_planner/suggest.py",
-        "str(2 * found.job.config.training.local_batch_size)",
-        "str(found.job.config.training.local_batch_size)",
+        "str(2 * result.job.config.training.local_batch_size)",
+        "str(result.job.config.training.local_batch_size)",
         "tests/unit/test_planner_suggest.py",
     ),
     Mutant(

@@ -463,7 +463,7 @@ FAMILIES = (
     Mutant(
         "a tensor that is missing is not told",
         "trainer/hugging_face/pairs.py",
-        "if missing := [name for name in wanted if name not in found]:",
+        "if missing := [name for name in wanted if name not in file_shapes]:",
         "if missing := [name for name in wanted if name in ()]:",
         "tests/unit/test_hugging_face.py",
     ),

@@ -185,7 +185,7 @@ def damage(folder: Path, kind: str) -> None:
         ("header garbage", "is no safetensors file, or a part of one ("),
         ("offsets", "is no safetensors file, or a part of one (Error while deserializing header: "),
         ("index garbage", "is no index of tensors ("),
-        ("elsewhere", "which is no file beside it"),
+        ("elsewhere", "which is no file of the folder"),
         ("not in it", "says that model.norm.wait is in "),
     ],
 )

@@ -78,7 +78,7 @@ def test_nodes_wait_for_the_first_one(capfd: pytest.CaptureFixture[str]) -> None
     who = f"the first node at {nodes.place} (Connection refused; this is node 1)"
     assert str(error) == (
         f"waited 1 s without success for {who}; MASTER_ADDR and MASTER_PORT must name the first node and a port "
-        f"that all nodes can reach, and the same command must run on every node with {nodes.command}"
+        f"that all nodes can reach. The same command must run on every node with {nodes.command}"
     )
     assert f"waiting for {who}, " in capfd.readouterr().err
 
@@ -124,7 +124,7 @@ def test_a_node_may_be_started_again_but_has_a_rank_of_its_own() -> None:
     error = Launcher(replace(nodes[1], here="node-c")).result
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        "NODE_RANK = 1 is that of node-b, too, and this is node-c; give each node a NODE_RANK of its own"
+        "NODE_RANK = 1 is also the rank of node-b, and this is node-c; give each node a NODE_RANK of its own"
     )
     launchers = [first, second, Launcher(nodes[1]), Launcher(nodes[2])]
     assert [launcher.result for launcher in launchers] == [nodes[0].port] * 4
@@ -146,7 +146,7 @@ def test_another_job_is_refused_and_this_one_resumes() -> None:
     error = Launcher(replace(nodes[1], job="8")).result
     assert isinstance(error, ConfigError)
     assert str(error) == (
-        "the job '7' gathers at this MASTER_ADDR and MASTER_PORT, but this is '8'; give each job a MASTER_PORT of its "
+        "the job '7' gathers at this MASTER_ADDR and MASTER_PORT, but this is '8'. Give each job a MASTER_PORT of its "
         "own, or all nodes of a job the same RDZV_ID"
     )
     assert first.is_alive()

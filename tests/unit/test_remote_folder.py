@@ -14,10 +14,12 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.job import resolve
+from trainer.stores.addresses import store_of
 from trainer.stores.folder import read_state, step_to_load
 from trainer.stores.kept import best_saved, keep_latest, mark_best
+from trainer.stores.remote_store import SAVING_FILE, RemoteStore
 from trainer.stores.state import RunState, model_description, state_text
-from trainer.stores.store import SAVING_FILE, Place, RemoteStore, store_of
+from trainer.stores.store import Place
 
 pytestmark = pytest.mark.about("trainer/stores/file_part.py")
 

@@ -1,4 +1,4 @@
-"""Checkpoints by torch.distributed.checkpoint (DCP): tensors in shards that any layout reads, the rest as JSON.
+"""Checkpoints by torch.distributed.checkpoint (DCP): tensors in shards that any layout reads, everything else as JSON.
 
 Entries are named by parameter, never by rank: `model.<name>`, `optimizer.<name>.<moment>`, and one per data stream. So
 a checkpoint of one layout loads on every other. `folder.py` has the files and their names.
@@ -44,10 +44,11 @@ from trainer.runtime.agreement import gather_values, raise_on_all_ranks, read_on
 from trainer.runtime.console import logger, say_waiting
 from trainer.runtime.dump_folder import configuration_text
 from trainer.runtime.process_group import is_peer_failure, set_group_timeout
+from trainer.stores.addresses import named_step
 from trainer.stores.folder import checkpoint_folder, unreadable
 from trainer.stores.initial_weights import check_initial_weights
 from trainer.stores.state import RunState, model_description, states_of
-from trainer.stores.store import Place, Store, named_step
+from trainer.stores.store import Place, Store
 
 
 def tensors_of(
@@ -55,8 +56,12 @@ def tensors_of(
 ) -> dict[str, torch.Tensor]:
     """Return every tensor of this rank that is saved and loaded, not copied, by a name that no layout changes.
 
-    A shared parameter has the first of its names. Frozen ones are those of `checkpoint.initial_load_path`, and left
-    out. Optimizer states are created if there are none yet.
+    A shared parameter has the first of its names. Frozen parameters come from `checkpoint.initial_load_path`, and are
+    left out. Optimizer states are created if there are none yet.
+
+    Args:
+        model_parts: The model parts of this rank.
+        optimizer: The optimizer.
     """
     ensure_state(optimizer)
     named = {
@@ -77,7 +82,16 @@ class Checkpointer:
     """Saves and loads the state of one run. Every rank calls the same methods at the same steps.
 
     With `checkpoint.enable` off it loads initial weights only. As a context manager it waits at the exit for a save in
-    progress.
+    progress. `save` and `wait` raise CheckpointError on every rank if this checkpoint, or the previous one in the
+    background, cannot be written.
+
+    Attributes:
+        job: The resolved job.
+        dims: The meshes of the run.
+        model_parts: The model parts of this rank.
+        optimizer: The optimizer.
+        lr_scheduler: The schedule of the learning rate.
+        loader: The loader of this rank.
     """
 
     job: ResolvedJob
@@ -104,7 +118,7 @@ class Checkpointer:
         # A group of its own keeps the collectives of a background save apart from those of a step.
         self.group = None
         if self.settings.enable:
-            # Making the group has the time-out of the start, in case a rank hangs before this point.
+            # The group is created with the time-out of the start, in case a rank hangs before this point.
             self.group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=config.comm.init_timeout_seconds)
             )
@@ -112,15 +126,13 @@ class Checkpointer:
                 self.group, timedelta(seconds=config.comm.checkpoint_timeout_seconds)
             )
 
-    # ---- loading
-
     def load(self) -> tuple[int, int]:
-        """Resume from the checkpoint that the configuration names, and return (steps done, tokens seen).
+        """Return (steps done, tokens seen), after resuming from the checkpoint that the configuration names.
 
-        A run without a checkpoint of its own takes the weights in `checkpoint.initial_load_path`.
+        A run without a checkpoint of its own loads the weights in `checkpoint.initial_load_path`.
 
         Raises:
-            SharedConfigError: on every rank, if it is not there, unreadable, or of another model or other data.
+            SharedConfigError: On every rank, if it is missing, unreadable, or of another model or other data.
         """
         world = self.dims["world"]
         step = 0
@@ -140,7 +152,7 @@ class Checkpointer:
         if initial is not None and (step == 0 or adapts):
             self.load_initial(self.model_parts)
             logger.info(
-                f"the weights are those of {initial}"
+                f"the weights are read from {initial}"
                 + "; all else starts from step 0" * (step == 0)
             )
         if step == 0:
@@ -152,15 +164,20 @@ class Checkpointer:
         tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
         # One value for all: a rank that sees an older file would save when the others do not.
         best_step, loss = json.loads(self._once(lambda: best_before(self.folder)))
-        self.best = loss if best_step <= step else math.inf  # a later one is of another history
+        self.best = (
+            loss if best_step <= step else math.inf
+        )  # a later step belongs to another history
         self._last_step = step
         return step, tokens_seen
 
     def load_initial(self, model_parts: Sequence[nn.Module]) -> None:
         """Load the weights of `checkpoint.initial_load_path` into the parts of a model. A collective.
 
+        Args:
+            model_parts: The model parts of this rank.
+
         Raises:
-            SharedConfigError: on every rank, if they are damaged, or of another model.
+            SharedConfigError: On every rank, if the weights are damaged, or of another model.
         """
         world = self.dims["world"]
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
@@ -180,11 +197,14 @@ class Checkpointer:
             )
 
     def _once(self, read: Callable[[], bytes]) -> bytes:
-        """Return on every rank what rank 0 reads: files are not opened by a thousand ranks at once."""
+        """Return on every rank the bytes that rank 0 reads: a thousand ranks must not open files at once."""
         return read_once(read, self.dims["world"])
 
     def _resume(self, folder: Store, step: int, *, without: bool) -> int:
-        """Load a saved step, if asked `without` what is excluded from loading, and return the tokens seen up to it."""
+        """Load a saved step, and return the tokens seen up to it.
+
+        without: leave out `checkpoint.exclude_from_loading`.
+        """
         world = self.dims["world"]
         started = time.monotonic()
         state, reader = raise_on_all_ranks(
@@ -216,23 +236,25 @@ class Checkpointer:
         )
         return state.tokens_seen
 
-    # ---- saving
-
     @property
     def saved(self) -> Place | None:
-        """The folder of the last checkpoint that this run saved or resumed from; None: there is none."""
+        """The folder of the last checkpoint that this run saved or resumed from. None if there is none."""
         return self.folder.step(self._last_step) if self._last_step else None
 
     def vote(self) -> float:
         """Return 1 if this rank's clock says that `checkpoint.interval_seconds` have passed, else 0.
 
-        If the sum over all ranks is not zero, all of them save after this step.
+        If the sum over all ranks is not zero, all ranks save after this step.
         """
         seconds = self.settings.interval_seconds
         return float(seconds is not None and time.monotonic() - self._saved_at >= seconds)
 
     def due(self, step: int) -> bool:
-        """Return whether `step` is saved by the settings, without votes and whether it is the last or the best."""
+        """Return whether the settings save `step`, regardless of votes, and of whether it is the last or the best step.
+
+        Args:
+            step: Number of the step.
+        """
         settings = self.settings
         first = step == 1 and self.settings.enable_first_step_checkpoint
         return (
@@ -250,13 +272,14 @@ class Checkpointer:
         due: bool = False,
         best: float | None = None,
     ) -> bool:
-        """Save if it is due by the settings, and after the `last` step; return whether `step` has a checkpoint now.
+        """Return whether `step` has a checkpoint now; save it first if the settings or an argument say so.
 
-        due: save now, by the votes of all ranks (`vote`).
-        best: the validation loss, if the checkpoint is the best one so far, which is saved and kept.
-
-        Raises:
-            CheckpointError: on every rank, if this or the previous checkpoint, in the background, cannot be written.
+        Args:
+            step: Number of the finished step.
+            tokens_seen: Tokens of the whole job so far.
+            last: Whether it is the last step, which is always saved.
+            due: Save now, by the votes of all ranks (`vote`).
+            best: The validation loss, if the checkpoint is the best one so far, which is saved and kept.
         """
         if not self.settings.enable or self.settings.load_only:
             return False
@@ -294,15 +317,15 @@ class Checkpointer:
         return self.settings.last_save_model_only and step == self._config.training.steps
 
     def _writer(self, step: int, tokens_seen: int, best: float | None) -> Writer:
-        """Return what writes a step, with the position of every data stream. A collective."""
-        of_ranks = gather_values(self.loader.state_dict(), self.dims["dp"])
+        """Return the writer of a step, with the position of every data stream. A collective."""
+        rank_entries = gather_values(self.loader.state_dict(), self.dims["dp"])
         state = RunState(
             step,
             tokens_seen,
             model_description(self._config, self._model),
             {
                 int(stream): position
-                for entries in of_ranks
+                for entries in rank_entries
                 for stream, position in entries.items()
             },
             files={},
@@ -321,7 +344,7 @@ class Checkpointer:
     def _save_in_background(
         self, tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]
     ) -> Future:
-        """Copy the tensors, and return what waits until a thread has saved the copies with these arguments."""
+        """Copy the tensors; return a future that is done when a thread has saved the copies with these arguments."""
         copies = self._copies
         if copies is None:
             return dcp.async_save(tensors, **saving)
@@ -343,7 +366,7 @@ class Checkpointer:
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Wait for a save in the background; CheckpointError on every rank if it failed."""
+        """Wait for a save in the background."""
         pending = self._pending
         self._pending = None
         if pending is None:

@@ -33,7 +33,8 @@ class _Summed:
     """A file that is written from its beginning to its end, with the check sum of its bytes."""
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.sum = stream, 0
+        self._stream = stream
+        self.sum = 0
 
     def write(self, content: Any) -> int:
         self.sum = zlib.crc32(content, self.sum)
@@ -76,21 +77,33 @@ class _Files(FileSystem):
 
 
 class Reader(FileSystemReader):
-    """Reads the tensors of one checkpoint, which `metadata` describes."""
+    """Reads the tensors of one checkpoint.
+
+    Args:
+        folder: The folder of checkpoints.
+        state: The state of the step.
+        metadata: Describes the tensors.
+    """
 
     def __init__(self, folder: Store, state: RunState, metadata: Metadata) -> None:
         super().__init__("")
-        self._folder, self._metadata = folder, metadata
+        self._folder = folder
+        self._metadata = metadata
         self.fs = _Files(folder)
         self.path = folder.step(state.step)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the place of each part of each tensor, without reading a file."""
+        """Return the place of each part of each tensor, without reading a file.
+
+        Args:
+            *args: Not used.
+            **kwargs: Not used.
+        """
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """Return the archive of one tensor, whose check sum is compared: `torch.load` does not do it."""
+        """Return the archive of one tensor, and compare its check sum: `torch.load` does not compare it."""
         content = self._folder.part(file, sinfo.offset, sinfo.length)
         with zipfile.ZipFile(content) as archive:
             if archive.testzip() is not None:
@@ -100,16 +113,28 @@ class Reader(FileSystemReader):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Loads tensors, and refuses everything else, which stock DCP would unpickle."""
+    """Loads tensors, and refuses everything else; stock DCP would unpickle it."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse an entry that is no tensor.
+
+        Args:
+            read_item: Names the entry.
+            value: Not used.
+
+        Raises:
+            ValueError: Always.
+        """
         raise ValueError(f"{read_item.storage_index.fqn} is no tensor")
 
 
 class WholeState(TensorsOnly):
-    """Loads what all ranks ask for together, and refuses a checkpoint that holds more: DCP alone finds what is missing.
+    """Loads the tensors that all ranks ask for together, and refuses a checkpoint with more tensors.
 
-    without: first parts of names, such as "optimizer", that are left out on purpose.
+    DCP alone finds missing tensors only.
+
+    Args:
+        without: First parts of names, for example "optimizer", that are left out on purpose.
     """
 
     def __init__(self, without: Collection[str]) -> None:
@@ -117,6 +142,14 @@ class WholeState(TensorsOnly):
         self._without = without
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plan of all ranks.
+
+        Args:
+            global_plan: The plans of the ranks.
+
+        Raises:
+            ValueError: The checkpoint has a tensor that no rank asks for.
+        """
         asked = {item.storage_index.fqn for plan in global_plan for item in plan.items}
         surplus = sorted(
             name
@@ -127,7 +160,7 @@ class WholeState(TensorsOnly):
         )
         if surplus:
             raise ValueError(
-                f"it holds {surplus[0]} and this model has none; such entries: {len(surplus)}"
+                f"it holds {surplus[0]}, which this model lacks; surplus entries: {len(surplus)}"
             )
         return super().create_global_plan(global_plan)
 
@@ -135,9 +168,15 @@ class WholeState(TensorsOnly):
 class Writer(FileSystemWriter):
     """Writes a step, and publishes it when the files of all ranks are on the disk.
 
-    best: the validation loss, if this is the best checkpoint so far; None: it is not. configuration: TOML of the run.
-
     Publishing is the last step of DCP's protocol, on one rank, so an error there reaches every rank.
+
+    Args:
+        folder: The folder of checkpoints.
+        state: The state of the step.
+        keep_latest_k: Number of checkpoints that are kept.
+        keep_every: Steps that are multiples of it are also kept; 0: none.
+        best: The validation loss, if this is the best checkpoint so far, otherwise None.
+        configuration: The configuration of the run, in TOML.
     """
 
     def __init__(
@@ -162,16 +201,34 @@ class Writer(FileSystemWriter):
         self._configuration = configuration
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Claim the place of the checkpoint, on one rank, before any rank writes."""
+        """Claim the place of the checkpoint, on one rank, before any rank writes.
+
+        Args:
+            is_coordinator: Whether this rank is the one.
+            *args: Arguments of DCP.
+            **kwargs: Arguments of DCP.
+        """
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         if is_coordinator:
             self._claim = self._folder.begin(self._state.step)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # PyTorch would look for a checkpoint there that another rank removes now
+        """Return the plan unchanged. PyTorch would look for an old checkpoint, which another rank removes now.
+
+        Args:
+            plan: The plan of this rank.
+        """
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the files of all ranks, on one of them."""
+        """Name the files of all ranks, on one of them.
+
+        Args:
+            plans: The plans of the ranks.
+
+        Returns:
+            The plans with names.
+        """
         plans = super().prepare_global_plan(plans)
         names = [
             replace(plan.storage_data, prefix=f"{self._claim}{i}_")
@@ -184,8 +241,16 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors.
 
+        Args:
+            plan: The plan of this rank.
+            planner: The planner of DCP.
+
+        Returns:
+            A finished future with the results.
+
         Raises:
-            OSError: a file cannot be written. PyTorch's own error says less, and loses the cause on the way to others.
+            OSError: A file cannot be written. PyTorch's own error says less, and loses the cause on the way to other
+                ranks.
         """
         try:
             results = super().write_data(plan, planner).wait()
@@ -201,10 +266,15 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, publish the checkpoint, and remove old ones."""
-        written = [result for of_rank in results for result in of_rank]
+        """Write the metadata, publish the checkpoint, and remove old ones.
+
+        Args:
+            metadata: Describes the tensors.
+            results: The results of the ranks.
+        """
+        written = [result for rank_results in results for result in rank_results]
         metadata.storage_data = {result.index: result.storage_data for result in written}
-        # it would hold a path object: one more class that the reader must know
+        # storage_meta would hold a path object: one more class that the reader must know
         metadata.storage_meta = None
         whole = {METADATA: pickle.dumps(metadata)}
         if self._configuration is not None:
@@ -225,5 +295,9 @@ class Writer(FileSystemWriter):
 
 
 def cause_of(error: CheckpointException) -> BaseException:
-    """Return the error of the lowest rank that failed."""
+    """Return the error of the lowest rank that failed.
+
+    Args:
+        error: The error of DCP.
+    """
     return error.failures[min(error.failures)][0]

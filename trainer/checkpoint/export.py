@@ -39,14 +39,20 @@ def write_hf(
     dtype: torch.dtype,
     most_bytes: int = MOST_BYTES,
 ) -> str:
-    """Write the weights of a run as a Hugging Face folder; what had its name before is replaced. Say what is left out.
+    """Return what a Hugging Face folder lacks, after writing the weights of a run to it.
 
-    output: the folder; dtype: data type of the files, but for tensors that keep a wider one, see `kept_types`;
-    most_bytes: of the tensors of one file. As many bytes of tensors as the largest has are in memory, twice.
+    It replaces an earlier folder of this name. The memory holds at most twice the bytes of the largest tensor.
+
+    Args:
+        output: The folder.
+        config: The configuration.
+        args: The arguments of the model.
+        dtype: Dtype of the files, except for tensors that keep a wider one, see `kept_types`.
+        most_bytes: Largest number of bytes of the tensors of one file.
 
     Raises:
         ConfigError: transformers does not have the model, or the weights are damaged, or of another model.
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
     source = start_folder(config)
     content = _config_json(config, args, dtype, source)
@@ -70,7 +76,7 @@ def write_hf(
     rounding.tell()
     unnamed = model.has_further and not model.further
     return (
-        f", but for the layers of model.mtp_layers, which have no names in {config.model.name}"
+        f", without the layers of model.mtp_layers, which have no names in {config.model.name}"
         * unnamed
     )
 
@@ -82,11 +88,17 @@ def kept_types(
     saved: Mapping[str, torch.dtype] | None = None,
     source: ModelFolder | None = None,
 ) -> dict[str, torch.dtype]:
-    """Return the tensors there, by name, that keep a wider type than `dtype`, which rounds the others.
+    """Return the tensors there, by name, that keep a wider dtype than `dtype`, which rounds the others.
 
-    They are buffers, such as the biases that choose experts, tensors that transformers keeps in float32, and tensors
-    that are wider than most others in the folder from which the run started, or in its checkpoint. saved: the types
-    there, by our names; source: that folder.
+    They are buffers (biases that choose experts) and tensors that transformers keeps in float32. Tensors whose dtype in
+    the checkpoint, or in the folder from which the run started, is wider than the usual one belong to them, too.
+
+    Args:
+        config: The configuration.
+        model: The tensors of the model.
+        dtype: Dtype of the files.
+        saved: Dtypes in the checkpoint, by our names.
+        source: The folder from which the run started.
     """
     usual = getattr(torch, config.training.dtype)
     family = hf_config(config.model.name)
@@ -103,7 +115,7 @@ def kept_types(
             kept |= wider_types(source.tensors)
         except ConfigError as error:
             logger.warning(
-                f"tensors that {source.path} has in a wider type are written as the others: {error}"
+                f"tensors that {source.path} has in a wider type are written in the usual type: {error}"
             )
     return {
         there: torch.promote_types(dtype, kept[there])
@@ -117,7 +129,7 @@ def _config_json(
 ) -> dict[str, Any]:
     content = hf_config(config.model.name).write(args)
     name = str(dtype).removeprefix("torch.")
-    content |= {"dtype": name, "torch_dtype": name}  # the second name is that of transformers 4
+    content |= {"dtype": name, "torch_dtype": name}  # transformers 4 uses the second name
     if source is not None:
         for longest in _LONGEST & {*content}:
             content[longest] = max(source.entries.whole(longest, 1), content[longest])
@@ -131,16 +143,18 @@ def _whole_tensors(
     readers: list[WeightsReader],
     rounding: "Rounding",
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole weights with their adapters added, as many at a time as have the bytes of the largest.
+    """Yield whole weights with their adapters added, in batches of about the bytes of the largest weight.
 
-    A file of a checkpoint is opened once for them: there may be thousands. rounding: takes what the adapters add.
+    A checkpoint's file is opened once for a batch: there may be thousands. rounding: takes the changes of the adapters.
     """
     adapted = adapter_shapes(config, args)
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     for names in grouped(sizes, max(sizes.values())):
         modules = [name.removesuffix(".weight") for name in names]
-        beside = _named({module: adapted[module] for module in modules if module in adapted})
-        tensors = _read({name: shapes[name] for name in names} | beside, readers)
+        adapter_sizes = _named(
+            {module: adapted[module] for module in modules if module in adapted}
+        )
+        tensors = _read({name: shapes[name] for name in names} | adapter_sizes, readers)
         for name, module in zip(names, modules, strict=True):
             if module in adapted:
                 a, b = map(tensors.pop, adapter_names(module))
@@ -153,20 +167,25 @@ def _whole_tensors(
 
 @dataclass
 class Rounding:
-    """How much of what adapters add to the weights is lost when the sums are rounded to `dtype`."""
+    """How much of the adapters' change is lost when the sums are rounded to `dtype`."""
 
     dtype: torch.dtype
     moved: int = 0
     """Weights that the adapters change."""
     lost: int = 0
-    """Weights that the adapters change, and that are rounded to what they were."""
+    """Weights that the adapters change, but that rounding changes back."""
     update: float = 0.0
     """Sum of squares of the changes."""
     error: float = 0.0
     """Sum of squares of the rounding errors."""
 
     def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
-        """Count a weight before and after its adapters were added; after: in at least float32."""
+        """Count a weight before and after its adapters were added.
+
+        Args:
+            before: A weight of any shape.
+            after: The same shape, in float32 or wider.
+        """
         if self.dtype.itemsize >= torch.float32.itemsize:
             return
         for old, new in zip(
@@ -186,8 +205,8 @@ class Rounding:
             error = math.sqrt(self.error / self.update)
             logger.warning(
                 f"rounded to {name}, {self.lost / self.moved:.1%} of the weights that the adapters change are as "
-                f"before, and the rounding error is {error:.2f} of the norm of the change; float32 keeps all of it, "
-                "and so does lct convert to-peft"
+                f"before. The rounding error is {error:.2f} of the norm of the change; "
+                "float32 keeps all of it, and so does lct convert to-peft"
             )
 
 
@@ -200,7 +219,7 @@ def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
 
 
 def _saved_types(readers: Sequence[WeightsReader]) -> dict[str, torch.dtype]:
-    """Return the types in which weights are saved, by name; the first reader that has one says its type."""
+    """Return the dtypes in which weights are saved, by name; the first reader that has a weight decides."""
     return {
         name.removeprefix("model."): entry.properties.dtype
         for reader in reversed(readers)
@@ -209,7 +228,7 @@ def _saved_types(readers: Sequence[WeightsReader]) -> dict[str, torch.dtype]:
 
 
 def _read(shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:
-    """Return tensors in the types in which they are saved."""
+    """Return tensors in the dtypes in which they are saved."""
     saved = _saved_types(readers)
     tensors = {
         name: torch.empty(shape, dtype=saved.get(name)) for name, shape in shapes.items()
@@ -221,9 +240,15 @@ def _read(shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str
 def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) -> None:
     """Write the adapters of a saved step as a folder that peft's `PeftModel.from_pretrained` loads, in float32.
 
+    Args:
+        output: The folder.
+        config: The configuration.
+        args: The arguments of the model.
+        step: Number of the step.
+
     Raises:
-        ConfigError: the model has no counterpart at Hugging Face, an adapter has none, or the checkpoint is damaged.
-        OSError: the folder cannot be written.
+        ConfigError: The model or an adapter has no counterpart at Hugging Face, or the checkpoint is damaged.
+        OSError: The folder cannot be written.
     """
     hf_config(config.model.name).check_start(args)
     pairs = hf_model(model_spec(config.model.name), args).pairs
@@ -233,7 +258,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         for name in whole_sizes(config, args)
     }
     ours = _read(_named(adapters) | whole, [open_saved(config, args, step)])
-    theirs, modules, stacked = _of_peft(adapters, pairs, ours)
+    theirs, modules, stacked = _peft_tensors(adapters, pairs, ours)
     saved = [pairs[name][1].name.removesuffix(".weight") for name in whole]
     theirs |= {
         f"base_model.model.{there}.weight": ours[name]
@@ -262,7 +287,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         folder.finish({"adapter_config.json": content})
 
 
-def _of_peft(
+def _peft_tensors(
     adapters: Collection[str],
     pairs: Mapping[str, tuple[torch.Tensor, HFTensor]],
     ours: Mapping[str, torch.Tensor],

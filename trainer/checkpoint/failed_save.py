@@ -1,4 +1,4 @@
-"""The error of a checkpoint that could not be written: its reason, and how the run goes on."""
+"""The error of a checkpoint that could not be written: its reason, and how the run continues."""
 
 from pathlib import Path
 
@@ -19,7 +19,14 @@ class CheckpointError(RuntimeError):
 def not_written(
     job: ResolvedJob, folder: Store, step: int, error: CheckpointException
 ) -> CheckpointError:
-    """Return the error of a save: the reason, what to do, and the step from which the run resumes."""
+    """Return the error of a save: the reason, what to do, and the step from which the run resumes.
+
+    Args:
+        job: The resolved job.
+        folder: The folder of checkpoints.
+        step: The step that was saved.
+        error: The error of DCP.
+    """
     cause = cause_of(error)
     rank = min(error.failures)
     full = full_disk(cause, nearest_existing(Path(str(folder))), needed=_size(job))

@@ -1,7 +1,7 @@
-"""Copies of the state in host memory, kept from save to save, from which a background save writes.
+"""Copies of the state in host memory, kept from save to save. A background save writes them.
 
-The memory is pinned if the state is on a GPU. The copy then runs on a stream of its own, beside the next forward and
-backward, and the next update of the optimizer waits for it on the device:
+The memory is pinned if the state is on a GPU. The copy then runs on its own stream, while the next forward and backward
+run. The next update of the optimizer waits for it on the device:
 
     compute stream  ... update N | buffers | forward N+1 | backward N+1 | (waits) update N+1 ...
     copy stream                            | parameters, moments -----> |
@@ -17,22 +17,30 @@ from trainer.runtime.host_memory import page_locked_like
 
 
 class HostCopies:
-    """One buffer in host memory per tensor; made at the first save. They hold the state of one save at a time."""
+    """One buffer in host memory per tensor, made at the first save. The buffers hold the state of one save at a time.
+
+    Args:
+        optimizer: The optimizer, which gets a hook.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         """Name -> copy: a tensor, or a DTensor of the same placements."""
         self._memory: list[torch.Tensor] = []
-        """The page-locked memory that they lie in."""
+        """The page-locked memory of the copies."""
         self._copied: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         optimizer.register_step_pre_hook(lambda *_: self._update_waits())
 
     def start(self, state: Mapping[str, torch.Tensor], *, updated: Collection[str]) -> None:
-        """Copy the state: on a CPU before this returns, on a GPU by the next update. `wait` before it is called again.
+        """Copy the state: on a CPU before this returns, on a GPU by the next update.
 
-        updated: names of the tensors that only the optimizer changes. A forward may change the others, so they are
-        copied before it begins.
+        Call `wait` before the next `start`.
+
+        Args:
+            state: Tensors of any shape, by name.
+            updated: Names of the tensors that only the optimizer changes. A forward may change the others, so they are
+                copied before it begins.
         """
         if not self.tensors:
             self.tensors = {name: _buffer(x, self._memory) for name, x in state.items()}
@@ -49,7 +57,7 @@ class HostCopies:
             self._copied.record()
 
     def wait(self) -> None:
-        """Have the host wait until `tensors` holds the state. Any thread may call this."""
+        """Let the host wait until `tensors` holds the state. Any thread may call this."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -63,7 +71,10 @@ class HostCopies:
 
 
 def _buffer(x: torch.Tensor, memory: list[torch.Tensor]) -> torch.Tensor:
-    """Return an empty copy of x on the host, for a GPU's tensor in page-locked memory that is added to `memory`."""
+    """Return an empty copy of x on the host.
+
+    For a GPU's tensor it is in page-locked memory, which is added to `memory`.
+    """
     copy = torch.empty_like(x, device="cpu", requires_grad=False)
     if x.is_cuda:
         memory.append(_move_to_locked_memory(copy))

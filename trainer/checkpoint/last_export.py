@@ -21,15 +21,19 @@ from trainer.stores.store import reason_of
 def export_last(
     job: ResolvedJob, dims: ParallelDims, step: int, group: dist.ProcessGroup
 ) -> None:
-    """Write the weights of a saved step as a Hugging Face folder beside it, on rank 0. A collective.
+    """Write the weights of a saved step as a Hugging Face folder next to it, on rank 0. A collective.
 
-    group: of the checkpoints, whose time-out stays.
+    Args:
+        job: The resolved job.
+        dims: The meshes of the run.
+        step: Number of the step.
+        group: The group of the checkpoints; its time-out stays.
 
     Raises:
-        CheckpointError: on every rank, if the folder cannot be written.
+        CheckpointError: On every rank, if the folder cannot be written.
     """
     settings = job.config.checkpoint
-    set_timeout(job.config.comm.checkpoint_timeout_seconds, but_for=group)
+    set_timeout(job.config.comm.checkpoint_timeout_seconds, except_group=group)
     output = checkpoint_folder(job.config).path / f"step-{step}-hf"
     dtype = getattr(torch, settings.export_dtype)
     config = replace(job.config, checkpoint=replace(settings, load_step=step))

@@ -1,4 +1,7 @@
-"""DCP's metadata, which part of which tensor is where, read without running code: stock DCP unpickles anything."""
+"""DCP's metadata, which place each part of a tensor in a file.
+
+It is read without running code; stock DCP unpickles it.
+"""
 
 import io
 import pickle
@@ -50,10 +53,14 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def unpickled(content: bytes, state: RunState) -> Metadata:
-    """Return the place of each part of each tensor. content: of the file of metadata.
+    """Return the place of each part of each tensor.
+
+    Args:
+        content: The content of the file of metadata.
+        state: The state of the step.
 
     Raises:
-        Exception: unreadable, or no metadata; a damaged pickle may raise anything.
+        Exception: It is unreadable, or no metadata; a damaged pickle may raise anything.
     """
     if state.sums.get(METADATA) not in (None, zlib.crc32(content)):
         raise ValueError(f"the check sum of {METADATA} is wrong")

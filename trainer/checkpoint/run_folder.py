@@ -17,12 +17,21 @@ from trainer.stores.store import Store, reason_of
 
 
 def agreed_step(config: JobConfig, folder: Store, world: DeviceMesh) -> int:
-    """Return the step to resume from, 0 for none; one process of each machine looks for it, and all must agree."""
+    """Return the step to resume from, 0 for none. One process of each machine looks for it, and all must agree.
+
+    Args:
+        config: The configuration.
+        folder: The folder of checkpoints.
+        world: The mesh of all ranks.
+
+    Raises:
+        SharedConfigError: Machines find different steps.
+    """
     looks = Process.from_environment().local_rank == 0
     step = raise_on_all_ranks(lambda: (step_to_load(config) or 0) if looks else None, world)
-    found = [0, -(2**62)] if step is None else [step, -step]
+    bounds = [0, -(2**62)] if step is None else [step, -step]
     most, least = all_reduce(
-        torch.tensor(found, device=world.device_type), world, "max"
+        torch.tensor(bounds, device=world.device_type), world, "max"
     ).tolist()
     if most != -least:
         raise SharedConfigError(
@@ -33,7 +42,15 @@ def agreed_step(config: JobConfig, folder: Store, world: DeviceMesh) -> int:
 
 
 def prepare(config: JobConfig, folder: Store) -> None:
-    """Make the folder of checkpoints, and remove what an interrupted save left; ConfigError if it cannot be written."""
+    """Make the folder of checkpoints, and remove the files of an interrupted save.
+
+    Args:
+        config: The configuration.
+        folder: The folder of checkpoints.
+
+    Raises:
+        ConfigError: It cannot be written.
+    """
     try:
         folder.prepare()
     except OSError as error:
@@ -44,7 +61,14 @@ def prepare(config: JobConfig, folder: Store) -> None:
 
 
 def best_before(folder: Store) -> bytes:
-    """Return the step and the loss of the best checkpoint of the run's history, as JSON; ConfigError if unreadable."""
+    """Return the step and the loss of the best checkpoint of the run's history, as JSON.
+
+    Args:
+        folder: The folder of checkpoints.
+
+    Raises:
+        ConfigError: The file is unreadable.
+    """
     try:
         return json.dumps(best_saved(folder) or (0, math.inf)).encode()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The files of an exported folder that are about text: tokenizer, chat template, and what ends a text."""
+"""The files of an exported folder that are about text: tokenizer, chat template, and the tokens that end a text."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +18,12 @@ _PROBE = "def f(x):\n\treturn x ** 2  # naïve — 日本語 🙂 don't 12345\r\
 
 @dataclass(frozen=True)
 class TextFiles:
-    """carried: the folder from which tokenizer and generation files are copied; None if absent.
+    """Files about text.
 
-    files: other files by name, texts or contents of JSON; they replace copied ones. ids: entries of config.json.
+    Attributes:
+        carried: The folder whose tokenizer and generation files are copied. None if there is none.
+        files: Other files by name, texts or contents of JSON; they replace copied files.
+        ids: Entries of config.json.
     """
 
     carried: Path | None
@@ -29,12 +32,15 @@ class TextFiles:
 
 
 def text_files(config: JobConfig, longest: int, source: ModelFolder | None) -> TextFiles:
-    """Return the files about text of a run with the tokenizer that it used. longest: tokens of the model.
+    """Return the files about text of a run, with the tokenizer that it used.
 
-    source: the folder from which the run started, which has these files, unless the run had another tokenizer.
+    Args:
+        config: The configuration.
+        longest: Longest sequence of the model, in tokens.
+        source: The folder from which the run started; it has these files, unless the run had another tokenizer.
 
     Raises:
-        ConfigError: a file cannot be read, or is damaged.
+        ConfigError: A file cannot be read, or is damaged.
     """
     model = config.model
     tokenizer = open_tokenizer(config.model.tokenizer_file)
@@ -57,8 +63,8 @@ def text_files(config: JobConfig, longest: int, source: ModelFolder | None) -> T
         files["chat_template.jinja"] = template.source
     before = {} if own is None else own.generation.content
     ends = sorted(end_ids(tokenizer, [own], template))
-    given = before.get("eos_token_id")
-    if carried is None or set(ends) != set(given if isinstance(given, list) else [given]):
+    eos = before.get("eos_token_id")
+    if carried is None or set(ends) != set(eos if isinstance(eos, list) else [eos]):
         begin = {} if before else {"bos_token_id": tokenizer.bos_id}
         files[GENERATION_FILE] = {
             **before,
@@ -71,7 +77,7 @@ def text_files(config: JobConfig, longest: int, source: ModelFolder | None) -> T
             "eos_token_id": tokenizer.eos_id,
             "pad_token_id": None,
         }
-        # without an entry some classes have an id of another vocabulary
+        # without an entry some classes use an id of another vocabulary
         return TextFiles(carried, files, ids)
     there = source.entries.content
     return TextFiles(carried, files, {key: there[key] for key in _TOKENS if key in there})

@@ -23,7 +23,7 @@ from trainer.transforms.lora import apply_lora
 Box = Sequence[tuple[int, int]]
 """Half-open ranges of places, one for each dimension."""
 _AT_ONCE = 2**30
-"""Bytes of the tensors that are read at once; a larger tensor is read alone."""
+"""Largest number of bytes of the tensors that are read at once; a larger tensor is read alone."""
 _BLOCK = 2**20
 _Entry = TensorStorageMetadata
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,12 +33,18 @@ _MOMENTUM = ("momentum",)
 def verify_step(
     folder: Store, step: int, run: tuple[JobConfig, ModelArgs] | None
 ) -> tuple[int, int, int]:
-    """Read all that a saved step in `folder` holds, and return the number of files, their bytes, and of tensors.
+    """Read a saved step whole, and check it.
 
-    run: the configuration and the model that it must be of.
+    Args:
+        folder: The folder of checkpoints.
+        step: Number of the step.
+        run: The configuration and the model that it must belong to. None: not compared.
+
+    Returns:
+        The number of files, their bytes, and the number of tensors.
 
     Raises:
-        ConfigError: something is missing, damaged, of another model, too much, or not finite.
+        ConfigError: An entry is missing, damaged, of another model, surplus, or not finite.
     """
     try:
         return _verified(folder, step, run)
@@ -62,7 +68,7 @@ def _verified(
         with_optimizer = step > 0 and not state.model_only
         known = run[0].optimizer.name in OPTIMIZERS_HERE
         expected = expected_entries(*run, with_optimizer=with_optimizer and known)
-        # The states of an optimizer of a package are its own matter; each belongs to a parameter.
+        # The states of a package's optimizer are unknown; only check that each belongs to a parameter.
         compared = (
             entries if known or not with_optimizer else _without_states(entries, expected)
         )
@@ -108,15 +114,15 @@ def _without_states(
 
 
 def _check_files(folder: Store, state: RunState) -> None:
-    """Compare the check sum of each file that has one: a whole file of another step has right sums inside."""
+    """Compare the check sum of each file that has one. A whole file of another step has right sums inside."""
     for name in state.files:
         if (wanted := state.sums.get(name)) is None:
             continue
-        found = 0
+        check_sum = 0
         with folder.open(folder.step(state.step) / name, "rb") as file:
             while block := file.read(_BLOCK):
-                found = zlib.crc32(block, found)
-        if found != wanted:
+                check_sum = zlib.crc32(block, check_sum)
+        if check_sum != wanted:
             raise unreadable(
                 folder,
                 state.step,
@@ -127,7 +133,13 @@ def _check_files(folder: Store, state: RunState) -> None:
 def expected_entries(
     config: JobConfig, args: ModelArgs, *, with_optimizer: bool
 ) -> dict[str, torch.Size]:
-    """Return name and shape of every entry of a checkpoint of this run."""
+    """Return name and shape of every entry of a checkpoint of this run.
+
+    Args:
+        config: The configuration.
+        args: The arguments of the model.
+        with_optimizer: Whether the checkpoint has optimizer states.
+    """
     with torch.device("meta"):
         model = model_spec(config.model.name).build(args)
         apply_lora(model, config.lora)
@@ -146,7 +158,12 @@ def expected_entries(
 
 
 def cover_once(boxes: Sequence[Box], sizes: Sequence[int]) -> bool:
-    """Return whether boxes lie within a box of these sizes, and cover each place in it once."""
+    """Return whether boxes lie within a box of these sizes, and cover each place in it once.
+
+    Args:
+        boxes: The boxes.
+        sizes: Size of each dimension.
+    """
     if not sizes:
         return len(boxes) == 1
     if any(
@@ -154,10 +171,10 @@ def cover_once(boxes: Sequence[Box], sizes: Sequence[int]) -> bool:
     ):
         return False
     edges = sorted({0, sizes[0], *(edge for box in boxes for edge in box[0])})
-    slabs: list[list[Box]] = [[] for _ in edges[1:]]
-    for (start, stop), *rest in boxes:
+    slabs = [[] for _ in edges[1:]]
+    for (start, stop), *other_ranges in boxes:
         for slab in slabs[bisect_left(edges, start) : bisect_left(edges, stop)]:
-            slab.append(rest)
+            slab.append(other_ranges)
     return all(cover_once(slab, sizes[1:]) for slab in slabs)
 
 

@@ -1,4 +1,4 @@
-"""The weights of a model, in a saved step or in the folder that a run starts from: open and load them alone."""
+"""Open and load the weights of a model alone, from a saved step or from the folder that a run starts from."""
 
 import json
 import warnings
@@ -18,6 +18,7 @@ from trainer.families.args import ModelArgs
 from trainer.families.registry import ModelFolder, opened_at
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
+from trainer.stores.addresses import named_step, saved_step
 from trainer.stores.folder import (
     check_fits,
     checkpoint_folder,
@@ -27,21 +28,33 @@ from trainer.stores.folder import (
 )
 from trainer.stores.initial_weights import check_initial_weights
 from trainer.stores.state import RunState, check_same_model, parse_state, state_text
-from trainer.stores.store import Store, named_step, saved_step
+from trainer.stores.store import Store
 from trainer.transforms.float8 import without_float8_cast
 from trainer.transforms.lora import is_adapter
 
 WeightsReader = Reader | HFReader
 Once = Callable[[Callable[[], bytes]], bytes]
-"""Calls a function that reads, and returns what it returns: on this rank, or on one rank for all of them."""
+"""Calls a function that reads, and returns its result: on this rank, or on one rank for all ranks."""
 
 
 def on_this_rank(read: Callable[[], bytes]) -> bytes:
+    """Call a function that reads, on this rank.
+
+    Args:
+        read: The function.
+
+    Returns:
+        Its result.
+    """
     return read()
 
 
 def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
-    """Return every tensor that is saved, with its name; a shared parameter has the first of its names."""
+    """Return every saved tensor with its name; a shared parameter has the first of its names.
+
+    Args:
+        model_parts: The model parts of this rank.
+    """
     named: dict[torch.Tensor, str] = {}
     for part in model_parts:
         for name, tensor in part.state_dict(keep_vars=True).items():
@@ -50,7 +63,11 @@ def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
 
 
 def model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-    """Return the tensors by their names in a checkpoint, not copied."""
+    """Return the tensors by their names in a checkpoint, not copied.
+
+    Args:
+        named: Name of each tensor, of any shape.
+    """
     return {
         f"model.{name}": without_float8_cast(tensor.detach()) for tensor, name in named.items()
     }
@@ -63,10 +80,20 @@ def open_step(
     folder: Store,
     once: Once,
 ) -> tuple[RunState, Reader]:
-    """Return the state of a saved step to resume from, and a reader of its tensors. folder: of another run.
+    """Open a saved step to resume from.
+
+    Args:
+        config: The configuration.
+        model: The arguments of the model.
+        step: Number of the step.
+        folder: The checkpoints of this or of another run.
+        once: Calls a function that reads.
+
+    Returns:
+        The state of the step, and a reader of its tensors.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or of another model or other data.
+        ConfigError: The checkpoint is damaged, or of another model or other data.
     """
     state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
     check_fits(state, config, model)
@@ -76,7 +103,17 @@ def open_step(
 def open_saved(
     config: JobConfig, model: ModelArgs, step: int, once: Once = on_this_rank
 ) -> Reader:
-    """Return a reader of a saved step for its weights alone; ConfigError if it is damaged, or of another model."""
+    """Return a reader of a saved step of this run for its weights alone.
+
+    Args:
+        config: The configuration.
+        model: The arguments of the model.
+        step: Number of the step.
+        once: Calls a function that reads.
+
+    Raises:
+        ConfigError: The checkpoint is damaged, or of another model.
+    """
     folder = checkpoint_folder(config)
     state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
     remedy = "read it with the configuration of its run"
@@ -85,7 +122,16 @@ def open_saved(
 
 
 def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Reader:
-    """Return a reader of the tensors of a saved step in `folder`; ConfigError if its metadata are damaged."""
+    """Return a reader of the tensors of a saved step.
+
+    Args:
+        folder: The folder of checkpoints.
+        state: The state of the step.
+        once: Calls a function that reads.
+
+    Raises:
+        ConfigError: The metadata are damaged.
+    """
 
     def read() -> bytes:
         try:
@@ -106,18 +152,29 @@ def open_initial(
     once: Once = on_this_rank,
     opened: ModelFolder | None = None,
 ) -> Reader | HFReader:
-    """Return a reader of the weights in `checkpoint.initial_load_path`; ConfigError if damaged or of another model.
+    """Return a reader of the weights in `checkpoint.initial_load_path`.
 
-    opened: see `opened_at`.
+    Args:
+        config: The configuration.
+        args: The arguments of the model.
+        once: Calls a function that reads.
+        opened: See `opened_at`.
+
+    Raises:
+        ConfigError: The weights are damaged, or of another model.
     """
     key = "checkpoint.initial_load_path"
-    given = config.checkpoint.initial_load_path
-    folder, step = named_step(key, given)
-    start = opened_at(Path(given), opened)
+    initial_path = config.checkpoint.initial_load_path
+    folder, step = named_step(key, initial_path)
+    start = opened_at(Path(initial_path), opened)
 
     def look() -> bytes:
         check_initial_weights(config, args, start)
-        return b"" if saved_step(key, given) is None else state_text(read_state(folder, step))
+        return (
+            b""
+            if saved_step(key, initial_path) is None
+            else state_text(read_state(folder, step))
+        )
 
     if text := once(look):
         return reader_of(folder, parse_state(text, step), once)
@@ -128,12 +185,17 @@ def open_initial(
 def open_weights(
     config: JobConfig, args: ModelArgs, once: Once = on_this_rank
 ) -> list[WeightsReader]:
-    """Return readers of the weights of a run: of its checkpoint, or of what it starts from if it has saved none.
+    """Return readers of the weights of a run: of its checkpoint, or of its initial weights if it has saved none.
 
-    Of adapters, the second one reads the weights that they adapt.
+    With adapters, a second reader reads the weights that they adapt.
+
+    Args:
+        config: The configuration.
+        args: The arguments of the model.
+        once: Calls a function that reads.
 
     Raises:
-        ConfigError: they are damaged, or of another model.
+        ConfigError: The weights are damaged, or of another model.
     """
     step = json.loads(
         once(
@@ -151,12 +213,19 @@ def open_weights(
 def load_weights(
     readers: Sequence[WeightsReader], model_parts: Sequence[nn.Module], *, adapters: bool = True
 ) -> None:
-    """Load the weights of the model parts of this rank, in place; no collective. A rank reads what it holds.
+    """Load the weights of the model parts of this rank, in place; no collective.
 
-    Buffers that have no counterpart in a Hugging Face folder stay as they are. adapters: whether to load adapters too.
+    A rank reads the tensors that it holds.
+
+    Buffers that have no counterpart in a Hugging Face folder stay as they are.
+
+    Args:
+        readers: The readers of the weights, see `open_weights`.
+        model_parts: The model parts of this rank.
+        adapters: Whether to load adapters too.
 
     Raises:
-        ConfigError: files are damaged.
+        ConfigError: Files are damaged.
     """
     tensors = model_tensors(
         {
@@ -174,10 +243,14 @@ def load_weights(
 
 
 def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -> None:
-    """Load tensors in place, in their own data types, each by the first reader that has it.
+    """Load tensors in place, in their own dtypes. The first reader that has a tensor reads it.
+
+    Args:
+        tensors: Tensors of any shape, by their names in a checkpoint.
+        *readers: The readers.
 
     Raises:
-        ConfigError: something is missing, damaged or of another shape.
+        ConfigError: A tensor is missing, damaged or of another shape.
     """
     for reader in readers:
         held = reader.read_metadata().state_dict_metadata
@@ -186,7 +259,7 @@ def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -
         tensors = {name: x for name, x in tensors.items() if name not in here}
         try:
             with warnings.catch_warnings():
-                # no_dist is meant
+                # no_dist is on purpose
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(here, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
         except CheckpointException as error:

@@ -149,7 +149,9 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     window = job.config.training.seq_len
     model, dims = loaded_model(job, device)
     control = control_group()
-    set_timeout(PATIENCE_SECONDS, but_for=control)  # the other ranks wait while the user thinks
+    set_timeout(
+        PATIENCE_SECONDS, except_group=control
+    )  # the other ranks wait while the user thinks
     is_first = dims.is_first
 
     def say(line: str) -> None:

@@ -101,7 +101,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
         Server(args, job.config.training.seq_len, tokenizer, talk) if dims.is_first else None
     )
     raise_on_all_ranks(server.start if server else lambda: None, device)
-    set_timeout(PATIENCE_SECONDS, but_for=control)  # the other ranks wait for a request
+    set_timeout(PATIENCE_SECONDS, except_group=control)  # the other ranks wait for a request
     while given := read_once(server.next if server else bytes, over=dims["world"]):
         writer.answer(Request(**json.loads(given)), server.current if server else None)
     return ""

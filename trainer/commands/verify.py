@@ -18,8 +18,9 @@ from trainer.config.loader import RUN_FILE, UntrustedImports, parse_command_line
 from trainer.config.schema import Checkpoint, Job, JobConfig
 from trainer.families.args import ModelArgs
 from trainer.job.resolution import resolve_model
+from trainer.stores.addresses import named_step, saved_step, store_of
 from trainer.stores.folder import checkpoint_folder
-from trainer.stores.store import Store, named_step, reason_of, saved_step, store_of
+from trainer.stores.store import Store, reason_of
 
 
 def steps_of(given: str) -> tuple[Store, list[int], Path]:

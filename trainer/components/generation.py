@@ -109,7 +109,7 @@ def generate(
         next(reading)
     generators = [torch.Generator().manual_seed(how.seed + i) for i in range(len(prompts))]
     open_texts = list(range(len(prompts)))
-    written: list[list[int]] = [[] for _ in prompts]
+    written = [[] for _ in prompts]
     for _ in range(how.tokens):
         logits = next(reading)
         if logits.isnan().any():

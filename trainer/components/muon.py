@@ -8,7 +8,7 @@
 AdamW updates all other parameters. Ranks send data in the dtype of the products.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -137,7 +137,7 @@ class Muon(torch.optim.Optimizer):
             if is_skipped is not None:
                 self.other.found_inf = is_skipped
             self.other.step()
-        returned: Callable[[], Iterable[Block]] = tuple
+        returned = tuple
         for number, matrices in enumerate(rounds, 1):
             whole = gathered()
             if number < len(rounds):  # sent while this round is computed

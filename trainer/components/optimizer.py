@@ -193,8 +193,8 @@ def check_groups(
         if not is_used
     ]:
         raise SharedConfigError(
-            f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not taken; "
-            f"examples of names: {', '.join(map(repr, names[:3]))}"
+            f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not "
+            f"taken; examples of names: {', '.join(map(repr, names[:3]))}"
         )
     if settings.name == "Muon" and not any(
         gather_values(bool(optimizer.matrix_groups), dims["world"])

@@ -106,11 +106,11 @@ def _smaller_batch(job: ResolvedJob) -> str:
     total = ""
     if training.global_batch_size == -1:
         total = f" with training.global_batch_size = {size * job.degrees.dp}"
-    return f"training.local_batch_size = {fewer}{total}: the same step in on_more_ranks micro-batches"
+    return f"training.local_batch_size = {fewer}{total}: the same step in doubled micro-batches"
 
 
 def _savers_of_last_resort(job: ResolvedJob) -> list[str]:
-    """Return settings that cost much time, change the step or need on_more_ranks ranks, see `memory_savers`."""
+    """Return settings that cost much time, change the step or need doubled ranks, see `memory_savers`."""
     training = job.config.training
     degrees = job.degrees
     shards = degrees.dp_shard
@@ -128,13 +128,13 @@ def _savers_of_last_resort(job: ResolvedJob) -> list[str]:
         savers.append(
             f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter sequences"
         )
-    on_more_ranks = f"on {degrees.world_size * 2} ranks"
+    doubled = f"on {degrees.world_size * 2} ranks"
     savers.append(
-        f"parallelism.data_parallel_shard_degree = {shards * 2} {on_more_ranks}: half the parameters on each"
+        f"parallelism.data_parallel_shard_degree = {shards * 2} {doubled}: half the parameters on each"
     )
     if training.seq_len >= 2 * pieces:
         savers.append(
-            f"parallelism.context_parallel_degree = {degrees.cp * 2} {on_more_ranks}: half the activations on each"
+            f"parallelism.context_parallel_degree = {degrees.cp * 2} {doubled}: half the activations on each"
         )
     return savers
 
@@ -153,7 +153,7 @@ def _activation_savers(job: ResolvedJob) -> list[str]:
         )
     if activations.mode != "full" and not splits_backward:
         savers.append(
-            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third on_more_ranks FLOPs'
+            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third doubled FLOPs'
         )
     if activations.mode != "none" and job.task.name == "tokens":
         stages = layers_of_stages(job.pipeline, job.model)

@@ -117,7 +117,7 @@ class StepGuard(Observer):
             return False
         weights = f"the weights are from step {step - 1 - self._in_a_row}"
         weights = "parts of its update are done" if self._updates_early else weights
-        observed = f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; {weights}"
+        seen = f"step {step}: the loss is {loss}, the gradient norm {norm}, and both must be finite; {weights}"
         if self._in_a_row == self._most:
             skipped = (
                 f"training.max_skipped_steps = {self._most} steps before it were skipped; "
@@ -125,12 +125,12 @@ class StepGuard(Observer):
                 else ""
             )
             raise TrainingError(
-                f"{observed}; {skipped}a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
+                f"{seen}; {skipped}a lower optimizer.lr or a longer lr_scheduler.warmup_steps often helps"
             )
         self._in_a_row += 1
         self.skipped += 1
         logger.warning(
-            f"{observed}; this step is skipped, {self._in_a_row} in a row of at most {self._most}"
+            f"{seen}; this step is skipped, {self._in_a_row} in a row of at most {self._most}"
         )
         return True
 

@@ -10,7 +10,7 @@ from trainer.families.mixers import LatentArgs
 class ModelArgs(Protocol):
     """Arguments of one model of a family: a frozen dataclass. A checkpoint saves its fields to recognise the model.
 
-    `dataclasses.replace` makes other arguments. A new field needs a default, which older checkpoints are taken to have.
+    `dataclasses.replace` makes other arguments. A new field needs a default, which is assumed for older checkpoints.
     """
 
     __dataclass_fields__: dict[str, Any]
@@ -23,16 +23,20 @@ class ModelArgs(Protocol):
     n_layers: int
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Return the sizes that a tensor-parallel degree must divide, by their names in messages; none: no TP."""
+        """Return the sizes that a tensor-parallel degree must divide, by their names in messages; empty: no TP."""
 
     def n_params(self) -> int:
         """Return the number of parameters; a tied embedding counts once."""
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
-        """Return FLOPs of a training step per position of a sample of `seq_len`, as (full, causal) attention counts."""
+        """Return FLOPs of a training step per position, as (full, causal) attention counts.
+
+        Args:
+            seq_len: Number of positions of a sample.
+        """
 
     def words(self) -> str:
-        """Return what it consists of, such as `4 layers of width 256`."""
+        """Return a description of the parts, such as `4 layers of width 256`."""
 
 
 class DecoderArgs(ModelArgs, Protocol):
@@ -56,48 +60,104 @@ class DecoderArgs(ModelArgs, Protocol):
     ) -> "DecoderArgs":
         """Return the arguments with table `[model]`, the vocabulary and the sequence length applied.
 
+        Args:
+            settings: Table `[model]`.
+            vocab_size: Number of tokens of the vocabulary.
+            max_seq_len: Longest sequence, in tokens.
+
         Raises:
-            ConfigError: a setting that this family does not have.
+            ConfigError: This family does not have a setting.
         """
 
     def module_names(self) -> tuple[str, ...]:
         """Return the modules that a pipeline can divide, in the order of the forward; layers are `layers.N`."""
 
     def window_of_layer(self, layer: int) -> int | None:
-        """Return how many tokens a token sees in this layer, itself included; None: all before it."""
+        """Return how many tokens a token sees in this layer, itself included. None: all tokens before it.
+
+        Args:
+            layer: Number of the layer.
+        """
 
     def linear_shapes(self, tp: int = 1) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of every linear module on one of `tp` tensor-parallel ranks, by name."""
+        """Return (outputs, inputs) of every linear module on one tensor-parallel rank, by name.
+
+        Args:
+            tp: Tensor-parallel degree.
+        """
+
+
+def decoder_modules(n_layers: int, mtp_layers: int = 0) -> tuple[str, ...]:
+    """Return the modules of a decoder in the order of the forward.
+
+    Args:
+        n_layers: Number of layers.
+        mtp_layers: Number of layers for further tokens.
+    """
+    first = range(n_layers)
+    further = range(n_layers, n_layers + mtp_layers)
+    return (
+        "tok_embeddings",
+        *(f"layers.{i}" for i in first),
+        "norm",
+        *(f"layers.{i}" for i in further),
+        "output",
+    )
 
 
 def experts_of(args: ModelArgs) -> ExpertArgs | None:
-    """Return the experts of a layer; None: the family, or the model, has none."""
+    """Return the experts of a layer. None if the family, or the model, has none.
+
+    Args:
+        args: The arguments of the model.
+    """
     return getattr(args, "experts", None)
 
 
 def latent_of(args: ModelArgs) -> LatentArgs | None:
-    """Return the latent attention of a model; None: the family, or the model, has none."""
+    """Return the latent attention of a model. None if the family, or the model, has none.
+
+    Args:
+        args: The arguments of the model.
+    """
     return getattr(args, "latent", None)
 
 
 def all_layers(args: ModelArgs) -> range:
-    """Return the numbers of all layers, with those that predict further tokens behind the others."""
+    """Return the numbers of all layers; layers that predict further tokens come last.
+
+    Args:
+        args: The arguments of the model.
+    """
     return range(args.n_layers + mtp_layers_of(args))
 
 
 def mtp_layers_of(args: ModelArgs) -> int:
-    """Return how many layers predict further tokens."""
+    """Return how many layers predict further tokens.
+
+    Args:
+        args: The arguments of the model.
+    """
     return getattr(args, "mtp_layers", 0)
 
 
 def is_further(args: ModelArgs, name: str) -> bool:
-    """Return whether a parameter or module, by its name, is of a layer that predicts further tokens."""
-    table, _, rest = name.partition(".")
-    return table in ("layers", "mtp_norms") and int(rest.partition(".")[0]) >= args.n_layers
+    """Return whether a parameter or module belongs to a layer that predicts further tokens.
+
+    Args:
+        args: The arguments of the model.
+        name: Name of the parameter or module.
+    """
+    table, _, path = name.partition(".")
+    return table in ("layers", "mtp_norms") and int(path.partition(".")[0]) >= args.n_layers
 
 
 def expert_layers(args: ModelArgs) -> list[int]:
-    """Return the layers that have experts."""
+    """Return the layers that have experts.
+
+    Args:
+        args: The arguments of the model.
+    """
     if experts_of(args) is None:
         return []
     record = getattr(args, "layer", None)  # a package's model may have no records of layers
@@ -105,22 +165,39 @@ def expert_layers(args: ModelArgs) -> list[int]:
 
 
 def kind_of_layer(args: DecoderArgs, layer: int) -> Any:
-    """Return what tells a layer from those of other kinds."""
+    """Return a value that is equal for layers of one kind.
+
+    Args:
+        args: The arguments of the model.
+        layer: Number of the layer.
+    """
     return args.layer(layer) if hasattr(args, "layer") else args.window_of_layer(layer)
 
 
 def rotary_tables(args: DecoderArgs) -> int:
-    """Return how many rotary tables the layers use."""
+    """Return how many rotary tables the layers use.
+
+    Args:
+        args: The arguments of the model.
+    """
     if not hasattr(args, "layer"):
         return 1
     return len({args.layer(layer).mixer.rope_theta for layer in all_layers(args)} - {0.0})
 
 
 def windows_of(args: DecoderArgs) -> list[int | None]:
-    """Return the sliding window of each layer."""
+    """Return the sliding window of each layer.
+
+    Args:
+        args: The arguments of the model.
+    """
     return [args.window_of_layer(layer) for layer in range(args.n_layers)]
 
 
 def has_windows(args: DecoderArgs) -> bool:
-    """Return whether some layer sees a sliding window only."""
+    """Return whether any layer sees only a sliding window.
+
+    Args:
+        args: The arguments of the model.
+    """
     return any(window is not None for window in windows_of(args))

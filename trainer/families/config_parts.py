@@ -1,4 +1,4 @@
-"""Entries of `config.json` that some architectures have, each read and written by one part. Torch-free.
+"""Entries of `config.json` that some architectures have. One part reads and writes each of them. Torch-free.
 
 An architecture is a list of such parts, see `HFDecoder`.
 """
@@ -23,15 +23,21 @@ class Part:
 
     read: Callable[[Entries], Fields]
     """Entries -> fields of `TransformerArgs`, and as "layers" fields of `LayerKind`, each with its values for all
-    layers. It raises a ConfigError, by key and value, for what cannot be computed here."""
+    layers. It raises a ConfigError, by key and value, if a value cannot be computed here."""
     write: Callable[[TransformerArgs], Fields] = lambda args: {}
     """The entries of these fields."""
     needs: tuple[str, str] = ("", "")
-    """A field without which no such model can be written, and its name in messages."""
+    """A field that a model needs to be written with this part, and its name in messages."""
 
 
 def only(key: str, *supported: Any, written: bool = False) -> Part:
-    """Return the part of a key that must have one of these values, the first by default."""
+    """Return the part of a key that must have one of these values, the first by default.
+
+    Args:
+        key: The key.
+        *supported: The supported values.
+        written: Whether to write the first value.
+    """
 
     def read(config: Entries) -> Fields:
         config.only(key, *supported)
@@ -41,12 +47,21 @@ def only(key: str, *supported: Any, written: bool = False) -> Part:
 
 
 def always(**fields: Any) -> Part:
-    """Return the part of what the architecture has without an entry."""
+    """Return the part of fields that the architecture has without an entry.
+
+    Args:
+        **fields: Fields of `TransformerArgs`.
+    """
     return Part(lambda config: fields)
 
 
 def switch(key: str, *fields: str) -> Part:
-    """Return the part of a switch that these fields follow."""
+    """Return the part of a switch that these fields follow.
+
+    Args:
+        key: The key of the switch.
+        *fields: Fields of `TransformerArgs`.
+    """
     return Part(
         lambda config: dict.fromkeys(fields, config.switch(key)),
         lambda args: {key: getattr(args, fields[0])},
@@ -58,7 +73,13 @@ BIASES = switch("attention_bias", "attention_bias", "output_bias")
 
 
 def number(key: str, field: str, missing: float | None = None) -> Part:
-    """Return the part of a number above 0. missing: the field's value where the file has none."""
+    """Return the part of a number above 0.
+
+    Args:
+        key: The key.
+        field: Field of `TransformerArgs`.
+        missing: The field's value if the file has no entry.
+    """
 
     def read(config: Entries) -> Fields:
         return {
@@ -74,10 +95,15 @@ def number(key: str, field: str, missing: float | None = None) -> Part:
 def read_layer_types(
     config: Entries, names: Sequence[str], assumed: Sequence[str]
 ) -> list[str]:
-    """Return the kind of each layer, one of `names`, from `layer_types`. assumed: where the file has none.
+    """Return the kind of each layer from `layer_types`.
+
+    Args:
+        config: The entries of the file.
+        names: The supported kinds.
+        assumed: The kinds if the file has no entry.
 
     Raises:
-        ConfigError: another kind, or too few or too many.
+        ConfigError: Another kind, or too few or too many layers.
     """
     n_layers = config.whole("num_hidden_layers")
     kinds = config.content.get("layer_types")
@@ -95,14 +121,25 @@ def read_layer_types(
 
 
 def full_every(config: Entries, other: str, every: int) -> list[str]:
-    """Return kinds of layers of which every n-th one has full attention."""
+    """Return kinds of layers: every n-th layer has full attention.
+
+    Args:
+        config: Has the number of layers.
+        other: The kind of the other layers.
+        every: n.
+    """
     return [
         other if (i + 1) % every else FULL for i in range(config.whole("num_hidden_layers"))
     ]
 
 
 def read_windows(config: Entries, assumed: Sequence[str]) -> Fields:
-    """Return the sliding window and which layers have it, from `layer_types`. assumed: where the file has none."""
+    """Return the sliding window and which layers have it, from `layer_types`.
+
+    Args:
+        config: The entries of the file.
+        assumed: The kinds of layers if the file has no entry.
+    """
     kinds = read_layer_types(config, (FULL, SLIDING), assumed)
     window = config.whole("sliding_window") if SLIDING in kinds else None
     return {
@@ -114,14 +151,23 @@ def read_windows(config: Entries, assumed: Sequence[str]) -> Fields:
 def write_windows(args: TransformerArgs, otherwise: int | None = None) -> Fields:
     """Return the entries that `read_windows` reads.
 
-    otherwise: the window that is written where no layer has it: some models of transformers make its mask all the same.
+    Args:
+        args: The arguments of the model.
+        otherwise: The window that is written if no layer has a window: some models of transformers always build its
+            mask.
     """
     kinds = [FULL if window is None else SLIDING for window in windows_of(args)]
     return {"sliding_window": args.sliding_window or otherwise, "layer_types": kinds}
 
 
 def windows(full: int, otherwise: int, key: str = "") -> Part:
-    """Return the part of windows that by default all but every n-th layer have. key: of n, if it has one."""
+    """Return the part of windows. By default, every n-th layer has full attention.
+
+    Args:
+        full: n, or the default of n.
+        otherwise: See `write_windows`.
+        key: The key of n, if it has one.
+    """
 
     def read(config: Entries) -> Fields:
         return read_windows(
@@ -132,9 +178,12 @@ def windows(full: int, otherwise: int, key: str = "") -> Part:
 
 
 def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
-    """Return `windows` of a model whose layers with a window have frequencies of their own, without scaling.
+    """Return `windows` of a model whose layers with a window have their own frequencies, without scaling.
 
-    assumed: base of these where the file has none; keys: the entry's names before transformers 5.
+    Args:
+        part: The result of `windows`.
+        assumed: Base of these frequencies if the file has no entry.
+        *keys: The entry's names before transformers 5.
     """
 
     def read(config: Entries) -> Fields:
@@ -175,7 +224,16 @@ WINDOW = Part(_read_window, lambda args: {"sliding_window": args.sliding_window}
 
 
 def check_switched(config: Entries, window: int | None, needed: str) -> None:
-    """Check that layers with a window have what switches them on."""
+    """Check that layers with a window have the entries that switch them on.
+
+    Args:
+        config: The entries of the file.
+        window: The window. None if no layer has one.
+        needed: The needed entries, for the message.
+
+    Raises:
+        ConfigError: The switch is off.
+    """
     if window is not None and not config.switch("use_sliding_window"):
         value = config.content["layer_types"]
         raise ConfigError(
@@ -231,37 +289,46 @@ def _write_sparse(args: TransformerArgs) -> Fields:
 
 
 SPARSE_LAYERS = Part(_read_sparse, _write_sparse)
-"""Every n-th layer has experts, from number n - 1 on, but for those that are named."""
+"""Every n-th layer has experts, from number n - 1 on, except the layers that the file names."""
 
 
 # ---- experts
 
 
 def read_experts(config: Entries, number: str, width: str, **fields: Any) -> ExpertArgs:
-    """Return the experts. number, width: keys of how many there are, and of their hidden channels; fields: others.
+    """Return the experts.
+
+    Args:
+        config: The entries of the file.
+        number: Key of the number of experts.
+        width: Key of their hidden channels.
+        **fields: Other fields of `ExpertArgs`.
 
     Raises:
-        ConfigError: a token cannot choose so many of them.
+        ConfigError: A token cannot choose this many experts.
     """
-    found = ExpertArgs(
+    routed = ExpertArgs(
         config.whole(number), config.whole("num_experts_per_tok"), config.whole(width), **fields
     )
-    if found.number % found.groups or found.groups_per_token > found.groups:
+    if routed.number % routed.groups or routed.groups_per_token > routed.groups:
         raise ConfigError(
-            f"{config.file}: n_group = {found.groups} must divide {found.number} experts and be at least "
-            f"topk_group = {found.groups_per_token}"
+            f"{config.file}: n_group = {routed.groups} must divide {routed.number} experts and be at least "
+            f"topk_group = {routed.groups_per_token}"
         )
-    if found.per_token > (most := found.number // found.groups * found.groups_per_token):
+    if routed.per_token > (most := routed.number // routed.groups * routed.groups_per_token):
         raise ConfigError(
-            f"{config.file}: num_experts_per_tok = {found.per_token} must be at most num_experts = {most}"
+            f"{config.file}: num_experts_per_tok = {routed.per_token} must be at most num_experts = {most}"
         )
-    return found
+    return routed
 
 
 def read_balance(config: Entries) -> Fields:
-    """Return the coefficient of the loss that balances experts. transformers adds it with `output_router_logits` only.
+    """Return the coefficient of the loss that balances experts. transformers adds it only with `output_router_logits`.
 
-    Published models have the switch off, and some a coefficient (gpt-oss: 0.9), which nobody trains with.
+    Published models have the switch off, and some have a coefficient (gpt-oss: 0.9) that nobody trains with.
+
+    Args:
+        config: The entries of the file.
     """
     on = config.switch("output_router_logits") and config.content.get("router_aux_loss_coef")
     return {"router_aux_loss_coef": float(config.number("router_aux_loss_coef")) if on else 0.0}
@@ -275,19 +342,22 @@ SHARED = {"shared_dim": "shared_expert_intermediate_size"}
 def experts(number: str, width: str, keys: dict[str, str] | None = None, **fields: Any) -> Part:
     """Return the part of experts that a loss may balance.
 
-    number, width: see `read_experts`, and since transformers 5 the number is `num_local_experts`; keys: of other fields
-    of `ExpertArgs`, a switch or a whole number; fields: those that have no entry.
+    Args:
+        number: See `read_experts`; since transformers 5 the number is `num_local_experts`.
+        width: See `read_experts`.
+        keys: Other fields of `ExpertArgs` -> their keys, a switch or a whole number.
+        **fields: Fields of `ExpertArgs` without an entry.
     """
     keys = keys or {}
 
     def read(config: Entries) -> Fields:
         there = "num_local_experts" if "num_local_experts" in config.content else number
-        given = {
+        values = {
             f: config.whole(key) if f == "shared_dim" else config.switch(key)
             for f, key in keys.items()
         }
         return {
-            "experts": read_experts(config, there, width, **given, **fields),
+            "experts": read_experts(config, there, width, **values, **fields),
             **read_balance(config),
         }
 

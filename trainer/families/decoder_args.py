@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
-from trainer.families.args import all_layers
+from trainer.families.args import all_layers, decoder_modules
 from trainer.families.feed_forward_args import DenseArgs, ExpertArgs, FeedForwardArgs
-from trainer.families.layer_kinds import LayerKind, RopeScaling, in_turns
+from trainer.families.layer_kinds import LayerKind, RopeScaling, configured_scaling, in_turns
 from trainer.families.layers import Layer, NormArgs
 from trainer.families.linear_args import LinearArgs, linear_args
 from trainer.families.mixers import (
@@ -26,24 +26,11 @@ TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
 """Sizes of families, and what their architectures assume."""
 
 
-def decoder_modules(n_layers: int, mtp_layers: int = 0) -> tuple[str, ...]:
-    """Return the modules of a decoder in the order of the forward."""
-    first = range(n_layers)
-    further = range(n_layers, n_layers + mtp_layers)
-    return (
-        "tok_embeddings",
-        *(f"layers.{i}" for i in first),
-        "norm",
-        *(f"layers.{i}" for i in further),
-        "output",
-    )
-
-
 @dataclass(frozen=True)
 class TransformerArgs:
     """The table of one decoder: entries of sizes.toml, of `config.json` and of checkpoints.
 
-    `layer` makes the record of a layer from it, and everything else asks these records. `vocab_size` and `max_seq_len`
+    `layer` makes the record of a layer from it, and all other code asks these records. `vocab_size` and `max_seq_len`
     come from the tokenizer and `training.seq_len`.
     """
 
@@ -66,7 +53,7 @@ class TransformerArgs:
     dim: int = 4096
     n_layers: int = 32
     mtp_layers: int = 0
-    """Layers behind the norm, each of which predicts one more token (DeepSeek-V3)."""
+    """Layers after the norm; each predicts one more token (DeepSeek-V3)."""
     n_heads: int = 32
     n_kv_heads: int = 8
     ffn_hidden_dim: int = 14336
@@ -85,32 +72,32 @@ class TransformerArgs:
     attention_sinks: bool = False
     short_conv_kernel: int = 0
     head_size: int | None = None
-    """None: `dim / n_heads`, which heads of their own size need not be."""
+    """Size of a head. None: `dim / n_heads`."""
     qk_norm: bool = False
     """RMSNorm of each head's query and key before the rotation."""
     qk_norm_of_all_heads: bool = False
     """Whether it is one norm over the queries, or keys, of all heads together."""
     attention_bias: bool = False
-    """Of queries, keys and values."""
+    """Whether queries, keys and values have a bias."""
     output_bias: bool = False
-    """Of the output projection of attention."""
+    """Whether the output projection of attention has a bias."""
     attention_gate: bool = False
-    """Whether the output of each head is multiplied by a sigmoid, whose rows follow those of its query."""
+    """Whether the output of each head is multiplied by a sigmoid; its rows follow the rows of the head's query."""
     linear: LinearArgs | None = None
-    """Of the layers that have linear attention."""
+    """Sizes of layers with linear attention."""
     latent: LatentArgs | None = None
-    """In the place of the keys and values of attention."""
+    """Latents that replace the keys and values of attention."""
     experts: ExpertArgs | None = None
-    """In the place of the feed-forward network of each layer, whose width then counts for nothing."""
+    """Experts that replace the feed-forward network of each layer; `ffn_hidden_dim` is then not used."""
     router_aux_loss_coef: float = 0.0
     router_aux_loss_load: str = "step_before"
     router_bias_update_rate: float = 0.0
     norm_place: str = "before"
-    """Of the norms of a branch: `before` it, `after` it, or `around` it, both."""
+    """Where a branch has norms: `before` it, `after` it, or `around` it, both."""
     norm_offset: bool = False
-    """Whether the weight of an RMSNorm is its distance from one."""
+    """Whether an RMSNorm multiplies by 1 + weight."""
     activation: str = "silu"
-    """Of the gates of feed-forward networks: `silu`, or `gelu_tanh`."""
+    """Activation of the gates of feed-forward networks: `silu`, or `gelu_tanh`."""
     embedding_scale: float = 1.0
     """Factor of embeddings."""
     residual_scale: float = 1.0
@@ -119,9 +106,9 @@ class TransformerArgs:
     attention_scale: float | None = None
     """Factor of the scores of attention; None: `head_dim ** -0.5`."""
     attention_softcap: float | None = None
-    """Scores of attention are c * tanh(score / c) of such a c (Gemma 2, arXiv 2408.00118)."""
+    """c: scores of attention are c * tanh(score / c) (Gemma 2, arXiv 2408.00118)."""
     logits_softcap: float | None = None
-    """The same of logits."""
+    """The same for logits."""
 
     @property
     def head_dim(self) -> int:
@@ -131,22 +118,22 @@ class TransformerArgs:
 
     @property
     def table_dim(self) -> int:
-        """Return how many channels the rotary table has, with those that it leaves as they are."""
+        """Number of channels of the rotary table, including channels that it leaves unchanged."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def rotary_dim(self) -> int:
-        """Return how many channels of a head are rotated."""
+        """Number of rotated channels of a head."""
         return int(self.table_dim * self.rope_share)
 
     @property
     def value_dim(self) -> int:
-        """Return the channels of a head's value."""
+        """Channels of a head's value."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def score_scale(self) -> float:
-        """Return the factor of the scores of attention."""
+        """Factor of the scores of attention."""
         if self.attention_scale is not None:
             return self.attention_scale
         stretched = self.latent is not None and self.rope_scaling is not None
@@ -154,7 +141,7 @@ class TransformerArgs:
 
     @property
     def norms(self) -> NormArgs:
-        """Return the norms of the layers and of the model."""
+        """The norms of the layers and of the model."""
         return NormArgs(self.norm_type, self.norm_eps, self.norm_offset, self.norm_place)
 
     @property
@@ -164,7 +151,13 @@ class TransformerArgs:
     def configured(
         self, settings: Model, *, vocab_size: int, max_seq_len: int
     ) -> "TransformerArgs":
-        """Return the arguments with the settings; ConfigError for one that latent attention does not have."""
+        """Return the arguments with table `[model]` applied.
+
+        Args:
+            settings: Table `[model]`; ConfigError for a setting that latent attention does not have.
+            vocab_size: Number of tokens of the vocabulary.
+            max_seq_len: Longest sequence, in tokens.
+        """
         asked = {}
         for key in ("attention_sinks", "short_conv_kernel") if self.latent is not None else ():
             if getattr(settings, key):
@@ -177,7 +170,9 @@ class TransformerArgs:
                 "layers": self._with_windows(settings.sliding_window_every),
             }
         if settings.rope_scaling is not None:
-            asked["rope_scaling"] = self._scaled(settings)
+            asked["rope_scaling"] = configured_scaling(
+                settings, self.rope_scaling, self.max_seq_len
+            )
         if settings.rope_theta is not None:
             asked["rope_theta"] = settings.rope_theta
         balance = "router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"
@@ -195,36 +190,15 @@ class TransformerArgs:
             **asked,
         )
 
-    def _scaled(self, settings: Model) -> RopeScaling | None:
-        """Return the scaling that the settings ask for; what they leave open is the flavor's, or the usual."""
-        flavors = self.rope_scaling
-        original = settings.rope_original_seq_len
-        kind = settings.rope_scaling_type or ("llama3" if flavors is None else flavors.kind)
-        if settings.rope_scaling == 1.0:
-            return None
-        if kind == "longrope":
-            raise ConfigError(
-                f"model.rope_scaling = {settings.rope_scaling} is not for LongRoPE, whose factors are those of the "
-                f"model; leave it out, or set model.rope_scaling_type too"
-            )
-        usual = RopeScaling(settings.rope_scaling, kind=kind)
-        if kind == "linear":
-            return usual
-        if original is None and flavors is not None and flavors.kind != "linear":
-            original = flavors.original_max_seq_len
-        if original is None:
-            original = usual.original_max_seq_len if kind == "llama3" else self.max_seq_len
-        same = flavors if flavors is not None and flavors.kind == kind else usual
-        return replace(same, factor=settings.rope_scaling, original_max_seq_len=original)
-
     def _with_windows(self, every: int) -> tuple[LayerKind, ...]:
-        """Return the kinds of layers with a window in every n-th layer from the first on."""
+        """Return the kinds of layers with a window in every n-th layer, from the first layer on."""
         layers = range(math.lcm(len(self.layers), every))
         return in_turns(
             [replace(self.kind(layer), window=layer % every == 0) for layer in layers]
         )
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the sizes that a tensor-parallel degree must divide, by their names in messages."""
         layers = sorted(self._all_layers(), key=lambda layer: layer.mixer.is_recurrent)
         sizes: dict[str, int] = {}
         for part in ("mixer", "feed_forward"):
@@ -233,10 +207,15 @@ class TransformerArgs:
         return sizes | {"tokens in the vocabulary": self.vocab_size}
 
     def module_names(self) -> tuple[str, ...]:
+        """Return the modules in the order of the forward."""
         return decoder_modules(self.n_layers, self.mtp_layers)
 
     def kind(self, number: int) -> LayerKind:
-        """Return the kind of a layer. A layer for further tokens is as the last one that has attention."""
+        """Return the kind of a layer. A layer for further tokens has the kind of the last layer with attention.
+
+        Args:
+            number: Number of the layer.
+        """
         if number >= self.n_layers:
             last = self.n_layers - 1
             number = next((i for i in range(last, -1, -1) if not self.kind(i).linear), last)
@@ -248,14 +227,22 @@ class TransformerArgs:
         return [self.kind(number) for number in range(self.n_layers)]
 
     def layer(self, number: int) -> Layer:
-        """Return the record of a layer."""
+        """Return the record of a layer.
+
+        Args:
+            number: Number of the layer.
+        """
         return _layer(self, self.kind(number), number >= self.n_layers)
 
     def _all_layers(self) -> list[Layer]:
         return [self.layer(number) for number in all_layers(self)]
 
     def mixer_of(self, kind: LayerKind) -> Mixer:
-        """Return the mixer of layers of a kind."""
+        """Return the mixer of layers of a kind.
+
+        Args:
+            kind: The kind.
+        """
         if kind.linear:
             return self.linear
         window = self.sliding_window if kind.window else None
@@ -282,15 +269,29 @@ class TransformerArgs:
         )
 
     def feed_forward_of(self, kind: LayerKind) -> FeedForwardArgs:
-        """Return the feed-forward network of layers of a kind."""
+        """Return the feed-forward network of layers of a kind.
+
+        Args:
+            kind: The kind.
+        """
         if self.experts is not None and kind.experts:
             return self.experts
         return DenseArgs(self.ffn_hidden_dim, self.activation)
 
     def window_of_layer(self, layer: int) -> int | None:
+        """Return how many tokens a token sees in this layer, itself included. None: all tokens before it.
+
+        Args:
+            layer: Number of the layer.
+        """
         return self.layer(layer).mixer.window
 
     def linear_shapes(self, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of every linear module on one tensor-parallel rank, by name.
+
+        Args:
+            tp: Tensor-parallel degree.
+        """
         shapes = {
             f"layers.{number}.{name}": shape
             for number in all_layers(self)
@@ -299,6 +300,7 @@ class TransformerArgs:
         return shapes | {"output": (self.vocab_size // tp, self.dim)}
 
     def n_params(self) -> int:
+        """Return the number of parameters; a tied embedding counts once."""
         matrix = self.vocab_size * self.dim
         norms = 1 + self.mtp_layers
         return (
@@ -310,12 +312,15 @@ class TransformerArgs:
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
         """Return model FLOPs per token of a training step (forward + backward) as (full attention, causal attention).
 
-        The first is the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix product
-        plus 12 * layers * heads * head size * seq_len, half of it for keys and half for values, as if every query saw
-        every key. The second counts visible keys: (seq_len + 1) / 2 per query under a causal mask, fewer with a window.
-        The embedding look-up is no product. A weight of a short convolution meets each token once, as one of a matrix
-        does. Of the experts those count that a token chooses. Linear attention counts as its recurrence, whatever the
-        length. The output counts once for each token that is predicted.
+        The first follows the convention of the PaLM paper (arXiv 2204.02311, appendix B): 6 per weight of a matrix
+        product plus 12 * layers * heads * head size * seq_len, half of it for keys and half for values, as if every
+        query saw every key. The second counts visible keys: (seq_len + 1) / 2 per query under a causal mask, fewer with
+        a window. The embedding look-up is no product. A weight of a short convolution is used once per token, like a
+        weight of a matrix. Only the experts that a token chooses count. Linear attention counts as its recurrence, for
+        any length. The output counts once for each predicted token.
+
+        Args:
+            seq_len: Number of tokens of a sequence.
         """
         outputs = 6.0 * (1 + self.mtp_layers) * self.vocab_size * self.dim
         full, causal = zip(
@@ -324,6 +329,7 @@ class TransformerArgs:
         return outputs + sum(full), outputs + sum(causal)
 
     def words(self) -> str:
+        """Return a description of the parts."""
         heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
         words = f"{self.n_layers} layers of width {self.dim}, {heads}"
         if self.latent is not None:
@@ -342,7 +348,7 @@ class TransformerArgs:
         return f"{words}, {chosen} ({self.n_active_params():,} active parameters)"
 
     def n_active_params(self) -> int:
-        """Return the parameters that a token meets: all but those of the experts that it does not choose."""
+        """Return the parameters that a token uses: all except the experts that it does not choose."""
         unused = (
             layer.feed_forward.expert_weights(self.dim, active=False)
             - layer.feed_forward.expert_weights(self.dim, active=True)
@@ -359,7 +365,11 @@ def _layer(args: TransformerArgs, kind: LayerKind, predicts_further: bool) -> La
 
 @cache
 def sizes(family: str) -> dict[str, TransformerArgs]:
-    """Return the sizes of a family by flavor, from `sizes.toml`."""
+    """Return the sizes of a family by flavor, from `sizes.toml`.
+
+    Args:
+        family: Name of the family.
+    """
     tables = TABLES[family]
 
     def fields_of(flavor: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`config.json` of the decoders of transformers that are made of the same parts as Llama. Torch-free."""
+"""`config.json` of transformers' decoders that are made of the same parts as Llama. Torch-free."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,7 +17,7 @@ from trainer.hugging_face.pairs import HFTensor
 from trainer.hugging_face.stored import FLOAT8_BLOCK
 
 _MOST_LAYERS = 10_000
-"""Each layer is made before anything is computed."""
+"""Largest number of layers: a record of each layer is made before anything is computed."""
 _ROPE = ("rope_parameters", "rope_scaling")
 
 
@@ -28,29 +28,34 @@ class HFDecoder:
     model_type: str
     architecture: str
     parts: Sequence[Part]
-    """What it has beside the entries of all architectures."""
+    """Entries that not all architectures have."""
     names: Mapping[str, str | None] = field(default_factory=dict)
-    """Modules of a layer here -> their names there, where they are not those of `decoder_tensors`."""
+    """Modules of a layer here -> their names there, where they differ from the names of `decoder_tensors`."""
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """The key and the name there of what it has in the gates of feed-forward networks."""
+    """The key and the name there of the activation of the gates in feed-forward networks."""
     rotates_a_share: bool = False
     """Whether the entry `partial_rotary_factor` counts."""
     quantised: tuple[str, ...] = ("fp8",)
     """The values of `quant_method` with which published weights can be read."""
     further: Mapping[str, str] = field(default_factory=dict)
-    """Modules of a layer that predicts further tokens -> their names there, "" -> how the names of its others begin; {}
-    stands for its number, behind the other layers. transformers does not read them. Empty: there are none."""
+    """Modules of a layer that predicts further tokens -> their names there, "" -> name prefix of its other modules; {}
+    is its number, counted after the other layers. transformers does not read them. Empty: there are none."""
 
     float32_in_float16: tuple[str, ...] = ()
-    """Parts of the names of tensors that transformers keeps in float32 beside weights in float16."""
+    """Parts of the names of tensors that transformers keeps in float32 if weights are in float16."""
 
     @property
     def defaults(self) -> Mapping[str, Any]:
-        """Entries that the architecture's class assumes where the file lacks them, if they are not those of Llama's."""
+        """Entries that the architecture's class assumes if the file lacks them, where they differ from Llama's."""
         return TABLES["assumed"].get(self.model_type, {})
 
     def tensor(self, args: TransformerArgs, name: str) -> HFTensor | None:
-        """Return Hugging Face's tensor for a parameter, see `hf_tensor`."""
+        """Return Hugging Face's tensor for a parameter, see `hf_tensor`. None if there is none.
+
+        Args:
+            args: The arguments of the model.
+            name: Name of the parameter.
+        """
         if not is_further(args, name):
             return hf_tensor(args, name, self.names)
         table, layer, own = name.split(".", 2)
@@ -66,7 +71,11 @@ class HFDecoder:
         return bool(self.further) and (several or args.mtp_layers == 1)
 
     def unread(self, args: TransformerArgs) -> tuple[str, ...]:
-        """Return how the names of tensors begin that are not read: layers for further tokens, or what they share."""
+        """Return name prefixes of tensors that are not read: layers for further tokens, or tensors that they share.
+
+        Args:
+            args: The arguments of the model.
+        """
         if not self.further:
             return ()
         first = args.n_layers
@@ -81,7 +90,16 @@ class HFDecoder:
         return (*shared, f"model.layers.{first + read}.")
 
     def check_features(self, args: TransformerArgs) -> None:
-        """Raise a ConfigError if the architecture lacks a feature of the model: what is written is read as it was."""
+        """Check that the architecture has all features of the model.
+
+        To check this, the written entries are read again: they must give the same model.
+
+        Args:
+            args: The arguments of the model.
+
+        Raises:
+            ConfigError: The architecture lacks a feature.
+        """
         there = self.read(Entries(Path(), self._entries(args)))
         computed = _computed(args)
         for name, value in _computed(there).items():
@@ -93,15 +111,27 @@ class HFDecoder:
                 )
 
     def check_start(self, args: TransformerArgs) -> None:
-        """As `check_features`, for a model that starts from there: its biases that choose experts begin at zero."""
+        """Check the features of a model that starts from there; its biases that choose experts start at zero.
+
+        Args:
+            args: The arguments of the model.
+
+        Raises:
+            ConfigError: The architecture lacks a feature.
+        """
         self.check_features(replace(args, router_bias_update_rate=0.0))
 
     def read(self, config: Entries) -> TransformerArgs:
-        # An empty table of RoPE is as good as none.
-        given = {
+        # An empty table of RoPE counts as missing.
+        """Return the arguments of the model.
+
+        Args:
+            config: The entries of the file; ConfigError for a value that this program does not support.
+        """
+        entries = {
             key: value for key, value in config.content.items() if value or key not in _ROPE
         }
-        config = Entries(config.file, {**self.defaults, **given})
+        config = Entries(config.file, {**self.defaults, **entries})
         config.only("model_type", self.model_type)
         config.only("architectures", [self.architecture])
         config.only(*self.activation)
@@ -130,9 +160,9 @@ class HFDecoder:
         }
         kinds: dict[str, Sequence[Any]] = {}
         for part in self.parts:
-            found = part.read(config)
-            kinds |= found.pop("layers", {})
-            fields |= found
+            part_fields = part.read(config)
+            kinds |= part_fields.pop("layers", {})
+            fields |= part_fields
         if kinds:
             layers = range(fields["n_layers"])
             fields["layers"] = in_turns(
@@ -150,6 +180,14 @@ class HFDecoder:
             quantised.only("fmt", "e4m3")
 
     def write(self, args: TransformerArgs) -> dict[str, Any]:
+        """Return the entries of a model.
+
+        Args:
+            args: The arguments of the model.
+
+        Raises:
+            ConfigError: The architecture lacks a feature.
+        """
         self.check_features(args)
         return self._entries(args)
 
@@ -157,14 +195,14 @@ class HFDecoder:
         longest = args.max_seq_len
         scaling = args.rope_scaling
         rope = rope_entries(args.rope_scaling)
-        of_parts: dict[str, Any] = {}
+        part_entries = {}
         for part in self.parts:
             needed, words = part.needs
             if needed and getattr(args, needed) is None:
                 raise ConfigError(
                     f"{self.architecture} of Hugging Face's transformers needs {words}, and this model has none"
                 )
-            of_parts |= part.write(args)
+            part_entries |= part.write(args)
         if self.rotates_a_share:
             rope["partial_rotary_factor"] = args.rope_share
         if "original_max_position_embeddings" in rope:
@@ -187,12 +225,12 @@ class HFDecoder:
             "rope_scaling": None if scaling is None else rope,
             **({"partial_rotary_factor": args.rope_share} if self.rotates_a_share else {}),
             "rope_parameters": rope | {"rope_theta": args.rope_theta},
-            **of_parts,
+            **part_entries,
         }
 
 
 def _computed(args: TransformerArgs) -> dict[str, Any]:
-    """Return what a model's forward depends on, by the names of its fields: those of all layers as one."""
+    """Return all values that a model's forward depends on, by field; the field `layers` has a value for each layer."""
     layers = range(args.n_layers)
     kinds = [
         (
@@ -214,10 +252,10 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
 
 
 def _heads(config: Entries, dim: int) -> tuple[int, int, int]:
-    """Return the numbers of heads and of heads of keys, and the dimension of a head.
+    """Return the numbers of query heads and of key/value heads, and the dimension of a head.
 
     Raises:
-        ConfigError: they do not divide each other, or the dimension is odd.
+        ConfigError: They do not divide each other, or the dimension is odd.
     """
     n_heads = config.whole("num_attention_heads")
     n_kv_heads = config.whole("num_key_value_heads", n_heads)

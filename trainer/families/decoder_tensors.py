@@ -1,7 +1,7 @@
-"""Names and layouts of the decoder's tensors at Hugging Face, which are those of Llama in most families. Torch-free.
+"""Names and layouts of the decoder's tensors at Hugging Face; most families use the names of Llama. Torch-free.
 
-Of experts, most families have a tensor for each expert and matrix. gpt-oss has stacked and transposed ones, with the
-rows of gates and of what they multiply in turn. Phi has one tensor for matrices that have the same input.
+Most families have a tensor for each expert and matrix. gpt-oss has stacked and transposed tensors, where rows of gates
+and rows of the up projection alternate. Phi has one tensor for all matrices with the same input.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ FURTHER_AS_LAYERS: Mapping[str, str] = {
     "projection": "model.layers.{}.eh_proj",
     "mtp_norms": "model.layers.{}.shared_head.norm",
 }
-"""`HFDecoder.further` of DeepSeek-V3 and of others after it."""
+"""`HFDecoder.further` of DeepSeek-V3 and of later families."""
 
 
 def hf_tensor(
@@ -42,12 +42,17 @@ def hf_tensor(
     names: Mapping[str, str | None] | None = None,
     layers: str = "model.layers.{}.",
 ) -> HFTensor | None:
-    """Return Hugging Face's tensor for a parameter; None: a buffer of routers, which it does not have.
+    """Return Hugging Face's tensor for a parameter. None for a buffer of routers without a counterpart.
 
-    names: modules of a layer, or their parameters -> their names there, where those of its record do not hold. In the
-    name of experts, {} stands for the number of an expert, and several names divide its rows; without {}, one tensor
-    has all experts. layers: how the names of a layer begin. Modules of one name have parts of one tensor. The two rows
-    of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
+    In the name of experts, {} is the number of an expert, and several names divide its rows; without {}, one tensor has
+    all experts. Modules of one name have parts of one tensor. The two rows of a rotary pair are adjacent here, and half
+    of the rotated share of a head apart there.
+
+    Args:
+        args: The arguments of the model.
+        name: Name of the parameter.
+        names: Modules of a layer, or their parameters -> names there that differ from the layer's record.
+        layers: Name prefix of a layer.
     """
     module, kind = name.rsplit(".", 1)
     if module in _MODULES:
@@ -60,7 +65,7 @@ def hf_tensor(
         there = table.get(part)
         return None if there is None else HFTensor(prefix + there)
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
-        return _of_gpt_oss(f"{prefix}mlp", part.removeprefix("feed_forward."))
+        return _gpt_oss_tensor(f"{prefix}mlp", part.removeprefix("feed_forward."))
     if part.startswith("feed_forward.experts."):
         templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         if "{}" not in table[part]:
@@ -70,9 +75,8 @@ def hf_tensor(
             stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers)
         )
     if part in table:
-        return HFTensor(
-            prefix + table[part], **_place(layer, args.dim, part.rpartition(".")[0], table)
-        )
+        place = _place(layer, args.dim, part.rpartition(".")[0], table)
+        return HFTensor(prefix + table[part], **place)
     part = part.rpartition(".")[0]
     there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(layer, args.dim, part, table))
     mixer = layer.mixer
@@ -85,7 +89,7 @@ def hf_tensor(
 
 
 def _place(layer: Layer, dim: int, part: str, table: Mapping[str, str]) -> dict[str, int]:
-    """Return where the rows of a module are in a tensor there that it shares with others."""
+    """Return the place of a module's rows in a tensor there that several modules share."""
     groups: list[dict[str, int]] = []
     if layer.mixer.is_recurrent:
         convolved = layer.mixer.convolved().items()
@@ -114,7 +118,7 @@ def _place(layer: Layer, dim: int, part: str, table: Mapping[str, str]) -> dict[
     return {}
 
 
-def _of_gpt_oss(mlp: str, part: str) -> HFTensor:
+def _gpt_oss_tensor(mlp: str, part: str) -> HFTensor:
     """Return the tensor for one of `MoE`, such as `experts.w13`."""
     if part.startswith("router.gate."):
         return HFTensor(f"{mlp}.router.{part.removeprefix('router.gate.')}")
@@ -125,7 +129,7 @@ def _of_gpt_oss(mlp: str, part: str) -> HFTensor:
 def _swap(
     head_dim: int, rotary_dim: int, sizes: tuple[int, int], rows: "torch.Tensor"
 ) -> "torch.Tensor":
-    """Transpose the two dimensions, of such sizes, into which the rotated rows of each head are divided.
+    """Divide the rotated rows of each head into two dimensions of these sizes, and transpose them.
 
     (-1, 2): from adjacent rotary pairs to pairs that are half of the rotated rows apart; (2, -1): back.
     """
@@ -135,11 +139,11 @@ def _swap(
 
 
 def _turned(x: "torch.Tensor", sizes: tuple[int, int]) -> "torch.Tensor":
-    """Transpose the two dimensions, of such sizes, into which dim 1 is divided."""
+    """Divide dim 1 into two dimensions of these sizes, and transpose them."""
     return x.unflatten(1, sizes).transpose(1, 2).flatten(1, 2)
 
 
-# Rows of gates and of what they multiply: two halves of (E, 2 * hidden, ...) here, in turn there.
+# Rows of gates and of the up projection: two halves of (E, 2 * hidden, ...) here, alternating there.
 _in_turn = partial(_turned, sizes=(2, -1))
 _in_halves = partial(_turned, sizes=(-1, 2))
 _OF_GPT_OSS = {

@@ -25,7 +25,10 @@ from trainer.hugging_face.config_json import Entries
 
 
 def _read_smollm3(config: Entries) -> Fields:
-    """By default every fourth layer rotates nothing; windows, if they are switched on, are of these layers."""
+    """Read the layers that rotate nothing, by default every fourth one.
+
+    Windows, if switched on, belong to these layers.
+    """
     n_layers = config.whole("num_hidden_layers")
     key = "no_rope_layers"
     step = config.whole("no_rope_layer_interval", 4)
@@ -70,22 +73,22 @@ SCALARS = (
         write=lambda args: {"attention_multiplier": args.score_scale},
     ),
 )
-"""Of Granite."""
+"""Factors of Granite."""
 
 
 def _read_phi3(config: Entries) -> Fields:
-    """Take any scaling for LongRoPE, as transformers does."""
+    """Accept any scaling as LongRoPE, as transformers does."""
     table = rotary_table(config)
     table.only("rope_type" if "rope_type" in table.content else "type", "default", "longrope")
     return {}
 
 
 def _write_phi3(args: TransformerArgs) -> Fields:
-    """Write the table as published: transformers 4 takes three entries there alone, and computes the others."""
+    """Write the table as published: transformers 4 accepts only three entries there, and computes the others."""
     long = args.rope_scaling
     if long is None:
         return {}
-    entries: Fields = {"original_max_position_embeddings": long.original_max_seq_len}
+    entries = {"original_max_position_embeddings": long.original_max_seq_len}
     if long.attention_factor is None and args.max_seq_len <= round(
         long.factor * long.original_max_seq_len
     ):
@@ -131,7 +134,7 @@ FAMILIES = {
     "qwen2": HFDecoder(
         "qwen2", "Qwen2ForCausalLM", (always(attention_bias=True), SWITCHED_WINDOWS)
     ),
-    # Without the entry all layers have a window of 4,096 tokens, with null none.
+    # Without the entry all layers have a window of 4,096 tokens; with null no layer has a window.
     "mistral": HFDecoder("mistral", "MistralForCausalLM", (only("layer_types", None), WINDOW)),
     "olmo2": HFDecoder("olmo2", "Olmo2ForCausalLM", _OLMO),
     "olmo3": HFDecoder(

@@ -1,4 +1,4 @@
-"""What follows the mixer of a layer: a dense feed-forward network, or experts. Torch-free."""
+"""The second branch of a layer: a dense feed-forward network, or experts. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,26 +8,46 @@ from trainer.families.mixers import Shapes
 
 
 class FeedForwardArgs(Protocol):
-    """One kind of feed-forward network: its sizes, and what follows from them."""
+    """One kind of feed-forward network: its sizes, and all counts that follow from them."""
 
     names: ClassVar[Mapping[str, str]]
     """Modules, or their parameters -> their names in a layer of Hugging Face's files, where families agree."""
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks."""
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
 
     def expert_weights(self, dim: int, *, active: bool) -> int:
-        """Return the number of parameters of its experts. active: of the experts that one token chooses."""
+        """Return the number of parameters of its experts.
+
+        Args:
+            dim: Channels of the hidden states.
+            active: Count only the experts that one token chooses.
+        """
 
     def vectors(self, dim: int) -> int:
-        """Return the number of its other parameters."""
+        """Return the number of its other parameters.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the sizes that tensor-parallel ranks divide, by their names in messages."""
 
 
 def gated_shapes(prefix: str, dim: int, hidden_dim: int) -> Shapes:
-    """Return the shapes of a gated network's three matrices, whose names begin with `prefix`."""
+    """Return the shapes of a gated network's three matrices.
+
+    Args:
+        prefix: Beginning of their names.
+        dim: Channels of the hidden states.
+        hidden_dim: Inner channels.
+    """
     return {
         f"{prefix}w1": (hidden_dim, dim),
         f"{prefix}w2": (dim, hidden_dim),
@@ -41,7 +61,7 @@ class DenseArgs:
 
     hidden_dim: int
     activation: str = "silu"
-    """Of the gates: `silu`, or `gelu_tanh`."""
+    """Activation of the gates: `silu`, or `gelu_tanh`."""
     bias: bool = False
 
     names: ClassVar[Mapping[str, str]] = {
@@ -51,15 +71,33 @@ class DenseArgs:
     }
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
         return gated_shapes("", dim, self.hidden_dim // tp)
 
     def expert_weights(self, dim: int, *, active: bool) -> int:
+        """Return 0.
+
+        Args:
+            dim: Not used.
+            active: Not used.
+        """
         return 0
 
     def vectors(self, dim: int) -> int:
+        """Return the number of parameters of the biases.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
         return (2 * self.hidden_dim + dim) * self.bias
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the inner channels."""
         return {"feed-forward channels": self.hidden_dim}
 
 
@@ -73,21 +111,21 @@ class ExpertArgs:
     hidden_dim: int
     """Width of one expert."""
     normalise: bool = True
-    """Whether the weights of a token's experts have the sum one: a softmax over the chosen ones, not over all."""
+    """Whether the weights of a token's experts sum to one: a softmax over the chosen experts, not over all."""
     biases: bool = False
-    """Of the router and of the experts."""
+    """Whether the router and the experts have biases."""
     clamped: bool = False
-    """The gated unit of gpt-oss in the place of SwiGLU."""
+    """Whether the gated unit of gpt-oss replaces SwiGLU."""
     sigmoid: bool = False
     """Scores are sigmoids, to which a bias of the weights is added for the choice (DeepSeek-V3, arXiv 2412.19437)."""
     groups: int = 1
-    """Groups of neighbouring experts; a group counts as much as its two best experts."""
+    """Groups of neighbouring experts; the score of a group is the sum of its two best experts."""
     groups_per_token: int = 1
     """Groups that a token chooses its experts in."""
     scale: float = 1.0
     """Factor of the weights of a token's experts."""
     shared_dim: int = 0
-    """Width of an expert that all tokens have, beside the chosen ones; 0: there is none."""
+    """Width of an expert that all tokens use in addition to the chosen ones; 0: there is none."""
     shared_gate: bool = False
     """Whether each token multiplies the shared expert's output by a sigmoid of its own."""
 
@@ -102,10 +140,20 @@ class ExpertArgs:
     }
 
     def weights(self, dim: int) -> int:
-        """Return the parameters of one expert."""
+        """Return the number of parameters of one expert.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
         return 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim) * self.biases
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of the router and of the shared expert on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
         shapes = {"router.gate": (self.number, dim)}
         if self.shared_dim:
             shapes |= gated_shapes("shared.", dim, self.shared_dim // tp)
@@ -114,16 +162,33 @@ class ExpertArgs:
         return shapes
 
     def expert_weights(self, dim: int, *, active: bool) -> int:
+        """Return the number of parameters of all experts, or of the experts that one token chooses.
+
+        Args:
+            dim: Channels of the hidden states.
+            active: Count only the experts that one token chooses.
+        """
         return (self.per_token if active else self.number) * self.weights(dim)
 
     def vectors(self, dim: int) -> int:
+        """Return the number of parameters of the router's bias.
+
+        Args:
+            dim: Not used.
+        """
         return self.number * self.biases
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the channels of the shared expert, if there is one."""
         shared = "channels of the shared expert"
         return {shared: self.shared_dim} if self.shared_dim else {}
 
 
 def has_grouped_product(dtype: str, *widths: int) -> bool:
-    """Return whether one kernel computes all experts: in bfloat16, with rows of matrices at multiples of 16 bytes."""
+    """Return whether one kernel computes all experts: in bfloat16, with rows of matrices at multiples of 16 bytes.
+
+    Args:
+        dtype: Name of the dtype.
+        *widths: Columns of the matrices.
+    """
     return dtype == "bfloat16" and all(width % 8 == 0 for width in widths)

@@ -31,7 +31,7 @@ from trainer.hugging_face.pairs import HFTensor
 _LINEAR = "linear_attention"
 _MAMBA = ("mamba", "linear_attention")
 _NEEDS = "linear", "linear attention"
-_INFINITE = float("inf"), "Infinity", {"__float__": "Infinity"}  # as JSON has it, or does not
+_INFINITE = float("inf"), "Infinity", {"__float__": "Infinity"}  # forms in JSON files
 
 
 def _types(args: TransformerArgs) -> list[str]:
@@ -80,7 +80,7 @@ _KEYS = {
     "moe_renormalize": "norm_topk_prob",
     "model_max_length": "max_position_embeddings",
 }
-"""Names there -> those of DeepSeek-V3."""
+"""Names there -> names of DeepSeek-V3."""
 
 
 def _as_deepseek(config: Entries) -> Entries:
@@ -89,7 +89,7 @@ def _as_deepseek(config: Entries) -> Entries:
 
 
 def _read_kimi_layers(config: Entries) -> Fields:
-    """Read linear layers, which are listed and counted from one, each layer once, or stand in `layer_types`."""
+    """Read linear layers: a table lists them, each layer once, counted from one, or they are in `layer_types`."""
     n_layers = config.whole("num_hidden_layers")
     table = config.table("linear_attn_config")
     names = {
@@ -163,13 +163,18 @@ def _write_kimi_experts(args: TransformerArgs) -> Fields:
 
 class _KimiLinear(HFDecoder):
     def tensor(self, args: TransformerArgs, name: str) -> HFTensor | None:
-        """Return Hugging Face's tensor for a parameter; that of decays has dimensions of one."""
-        found = super().tensor(args, name)
+        """Return Hugging Face's tensor for a parameter; the tensor of decays has dimensions of one.
+
+        None if there is none.
+
+        Args:
+            args: The arguments of the model.
+            name: Name of the parameter.
+        """
+        hf = super().tensor(args, name)
         if not name.endswith("decay.a_log.weight"):
-            return found
-        return replace(
-            found, to_hf=lambda x: x.view(1, 1, -1, 1), from_hf=lambda x: x.flatten()
-        )
+            return hf
+        return replace(hf, to_hf=lambda x: x.view(1, 1, -1, 1), from_hf=lambda x: x.flatten())
 
 
 # ---- Granite 4: Mamba-2 in nine of ten layers, with experts or without
@@ -219,7 +224,7 @@ def _write_mamba(args: TransformerArgs) -> Fields:
 
 
 def _read_granite_experts(config: Entries) -> Fields:
-    """A model without experts has what others call the shared expert as its feed-forward network."""
+    """Read the experts. In a model without experts, the entry of the shared expert is the feed-forward network."""
     shared = config.whole("shared_intermediate_size")
     if not config.content.get("num_local_experts"):
         return {"ffn_hidden_dim": shared}

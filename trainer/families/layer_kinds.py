@@ -2,19 +2,26 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Model
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched by `factor`, for sequences that are so much longer.
+    """How rotary frequencies are stretched by `factor`, for sequences that are longer by this factor.
 
-    kind: 'linear' stretches all (Position Interpolation, arXiv 2306.15595). The others stretch long wavelengths and
-    keep short ones, with a ramp between. That of 'llama3' (arXiv 2407.21783) is linear in the turns of a wave within
-    `original_max_seq_len`, from `low_freq_factor` to `high_freq_factor`. That of 'yarn' (arXiv 2309.00071) is linear in
-    the number of the pair, from the one that makes `beta_fast` turns to the one that makes `beta_slow`; `truncate`
-    widens it to whole pairs. 'longrope' (arXiv 2402.13753) has a factor of its own for each pair: `long_factors` in a
-    model for sequences longer than `original_max_seq_len`, else `short_factors`.
+    kind: 'linear' stretches all frequencies (Position Interpolation, arXiv 2306.15595). The other kinds stretch long
+    wavelengths and keep short ones, with a ramp between:
+
+    * 'llama3' (arXiv 2407.21783): the ramp is linear in the turns of a wave within `original_max_seq_len`, from
+      `low_freq_factor` to `high_freq_factor`.
+    * 'yarn' (arXiv 2309.00071): the ramp is linear in the number of the pair, from the pair with `beta_fast` turns to
+      the
+      pair with `beta_slow` turns. `truncate` widens it to whole pairs.
+    * 'longrope' (arXiv 2402.13753): each pair has its own factor, `long_factors` in a model for sequences longer than
+      `original_max_seq_len`, otherwise `short_factors`.
     """
 
     factor: float
@@ -25,17 +32,17 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
-    """By which YaRN and LongRoPE multiply rotated queries and keys. None: 0.1 ln(factor) + 1 for YaRN, and for LongRoPE
+    """Factor of rotated queries and keys with YaRN and LongRoPE. None: 0.1 ln(factor) + 1 for YaRN, and for LongRoPE
     sqrt(1 + ln(factor) / ln(original_max_seq_len))."""
     truncate: bool = True
     mscale_all_dim: float = 0.0
-    """Of latent attention, whose scores are multiplied by (0.1 m ln(factor) + 1)^2 of such an m."""
+    """m: the scores of latent attention are multiplied by (0.1 m ln(factor) + 1)^2."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
     @property
     def score_factor(self) -> float:
-        """Return the factor of the scores of latent attention."""
+        """Factor of the scores of latent attention."""
         return (
             (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2
             if self.kind == "yarn"
@@ -44,7 +51,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """Return the factor of rotated queries and keys."""
+        """Factor of rotated queries and keys."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -57,25 +64,61 @@ class RopeScaling:
         )
 
 
+def configured_scaling(
+    settings: Model, flavors: RopeScaling | None, max_seq_len: int
+) -> RopeScaling | None:
+    """Return the scaling that the settings ask for; open settings come from the flavor, or are the usual ones.
+
+    Args:
+        settings: Table `[model]`.
+        flavors: The scaling of the flavor. None: it has none.
+        max_seq_len: Longest sequence of the flavor, in tokens.
+
+    Raises:
+        ConfigError: The settings change the factor of LongRoPE.
+    """
+    original = settings.rope_original_seq_len
+    kind = settings.rope_scaling_type or ("llama3" if flavors is None else flavors.kind)
+    if settings.rope_scaling == 1.0:
+        return None
+    if kind == "longrope":
+        raise ConfigError(
+            f"model.rope_scaling = {settings.rope_scaling} is not for LongRoPE, whose factors "
+            f"belong to the model; leave it out, or set model.rope_scaling_type too"
+        )
+    usual = RopeScaling(settings.rope_scaling, kind=kind)
+    if kind == "linear":
+        return usual
+    if original is None and flavors is not None and flavors.kind != "linear":
+        original = flavors.original_max_seq_len
+    if original is None:
+        original = usual.original_max_seq_len if kind == "llama3" else max_seq_len
+    same = flavors if flavors is not None and flavors.kind == kind else usual
+    return replace(same, factor=settings.rope_scaling, original_max_seq_len=original)
+
+
 @dataclass(frozen=True)
 class LayerKind:
-    """Which of the model's parts one layer has."""
+    """Which parts of the model a layer has."""
 
     linear: bool = False
-    """Whether it has the model's linear attention in the place of attention, so that it neither rotates nor has a
-    window."""
+    """Whether linear attention replaces attention; then the layer neither rotates nor has a window."""
     window: bool = True
-    """Whether it has the model's sliding window, if there is one; False: it sees all tokens before."""
+    """Whether it has the model's sliding window, if there is one; False: it sees all earlier tokens."""
     rope: bool = True
     """Whether its queries and keys are rotated."""
     rope_theta: float | None = None
     """Base of its own frequencies, without scaling; None: frequencies and scaling of the model."""
     experts: bool = True
-    """Whether it has the model's experts, if there are some; False: a dense feed-forward network."""
+    """Whether it has the model's experts, if there are any; False: a dense feed-forward network."""
 
 
 def in_turns(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """Return the fewest kinds that, repeated in turn, are these of all layers."""
+    """Return the shortest list of kinds that gives all layers when it is repeated.
+
+    Args:
+        kinds: The kind of each layer.
+    """
     turns = range(1, len(kinds) + 1)
     return next(
         tuple(kinds[:n])

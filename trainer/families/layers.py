@@ -1,4 +1,4 @@
-"""One layer of a decoder as a record: what mixes its tokens, its feed-forward network, and its norms. Torch-free."""
+"""One layer of a decoder as a record: its mixer, its feed-forward network, and its norms. Torch-free."""
 
 import math
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ class NormArgs:
     """`rmsnorm`; `layernorm`, with a weight alone; or `np_layernorm`, without parameters (OLMo)."""
     eps: float = 1e-5
     offset: bool = False
-    """Whether the weight of an RMSNorm is its distance from one (Gemma, arXiv 2403.08295)."""
+    """Whether an RMSNorm multiplies by 1 + weight (Gemma, arXiv 2403.08295)."""
     place: str = "before"
-    """Of the norms of a branch: `before` it, `after` it, or `around` it, both."""
+    """Where a branch has norms: `before` it, `after` it, or `around` it, both."""
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Return the names of a layer's norms in Hugging Face's files."""
+        """Names of a layer's norms in Hugging Face's files."""
         return _NAMES_OF_NORMS[self.place]
 
     @property
@@ -52,7 +52,11 @@ class NormArgs:
         return self.place != "before"
 
     def parameters(self, dim: int) -> int:
-        """Return the parameters of one norm."""
+        """Return the number of parameters of one norm.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
         return _WEIGHTS_OF_NORM[self.kind] * dim
 
 
@@ -74,17 +78,26 @@ class Layer:
 
     @property
     def names(self) -> dict[str, str]:
-        """Return modules, or their parameters -> their names in a layer of Hugging Face's files."""
+        """Modules, or their parameters -> their names in a layer of Hugging Face's files."""
         return _named(self.mixer.names, self.feed_forward.names) | self.norms.names
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks, by name."""
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
         mixer = self.mixer.linear_shapes(dim, tp)
         shapes = _named(mixer, self.feed_forward.linear_shapes(dim, tp))
         return shapes | ({"projection": (dim, 2 * dim)} if self.predicts_further else {})
 
     def parameters(self, dim: int) -> int:
-        """Return the number of its parameters."""
+        """Return the number of its parameters.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
         norms = 2 * (self.norms.before + self.norms.after) + 2 * self.predicts_further
         return (
             self._products(dim, active=False)
@@ -94,13 +107,21 @@ class Layer:
         )
 
     def flops(self, dim: int, seq_len: int) -> tuple[float, float]:
-        """Return FLOPs per token of a training step, as (full, causal) attention counts."""
+        """Return FLOPs per token of a training step, as (full, causal) attention counts.
+
+        Args:
+            dim: Channels of the hidden states.
+            seq_len: Number of tokens of a sequence.
+        """
         weights = 6.0 * self._products(dim, active=True)
         full, causal = self.mixer.flops(seq_len)
         return weights + full, weights + causal
 
     def _products(self, dim: int, *, active: bool) -> int:
-        """Return the weights that tokens are multiplied by. active: by one token, of the experts that it chooses."""
+        """Return the number of weights that tokens are multiplied by.
+
+        active: only the experts that one token chooses.
+        """
         return (
             sum(map(math.prod, self.linear_shapes(dim).values()))
             + self.mixer.other_weights()
@@ -109,7 +130,7 @@ class Layer:
 
 
 def _named(mixer: Mapping[str, X], feed_forward: Mapping[str, X]) -> dict[str, X]:
-    """Return what belongs to modules of both branches, by their names in a layer."""
+    """Return the entries of both branches, by the names of modules in a layer."""
     return {f"attention.{name}": x for name, x in mixer.items()} | {
         f"feed_forward.{name}": x for name, x in feed_forward.items()
     }

@@ -8,7 +8,7 @@ from trainer.families.mixers import Mixer, Shapes
 
 
 class LinearArgs(Mixer):
-    """What the kinds of linear attention share. A layer has states of (K, V) numbers, and rotates nothing."""
+    """The shared parts of all kinds of linear attention. A layer has states of (K, V) numbers, and rotates nothing."""
 
     is_recurrent = True
     window = None
@@ -21,7 +21,7 @@ class LinearArgs(Mixer):
 
     @property
     def states(self) -> tuple[int, int, int]:
-        """Return how many states a layer has, K and V."""
+        """Number of states of a layer, K and V."""
         raise NotImplementedError
 
     def convolved(self) -> dict[str, int]:
@@ -29,10 +29,18 @@ class LinearArgs(Mixer):
         raise NotImplementedError
 
     def other_weights(self) -> int:
+        """Return the number of weights of the convolutions."""
         return sum(self.convolved().values()) * self.kernel
 
     def flops(self, seq_len: int) -> tuple[float, float]:
-        """Count the recurrence, whatever the length: a token's forward reads and changes states in three products."""
+        """Count the recurrence, for any length: a token's forward reads and changes states in three products.
+
+        Args:
+            seq_len: Not used.
+
+        Returns:
+            FLOPs per token of a training step, twice.
+        """
         states, keys, values = self.states
         recurrence = 18.0 * states * keys * values
         return recurrence, recurrence
@@ -65,13 +73,21 @@ class GatedDeltaArgs(LinearArgs):
         return self.value_heads, self.key_dim, self.value_dim
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the key heads."""
         return {"key heads of linear attention": self.key_heads}
 
     def convolved(self) -> dict[str, int]:
+        """Return the channels of the convolutions of queries, keys and values."""
         keys = self.key_heads * self.key_dim
         return {"q": keys, "k": keys, "v": self.value_heads * self.value_dim}
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
         values = self.value_heads * self.value_dim
         return {
             "in_qkvz": ((sum(self.convolved().values()) + values) // tp, dim),
@@ -80,6 +96,11 @@ class GatedDeltaArgs(LinearArgs):
         }
 
     def vectors(self, dim: int) -> int:
+        """Return the number of parameters of decays and the norm.
+
+        Args:
+            dim: Not used.
+        """
         return 2 * self.value_heads + self.value_dim
 
 
@@ -106,12 +127,20 @@ class KimiDeltaArgs(LinearArgs):
         return self.heads, self.head_dim, self.head_dim
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the heads."""
         return {"heads of linear attention": self.heads}
 
     def convolved(self) -> dict[str, int]:
+        """Return the channels of the convolutions of queries, keys and values."""
         return dict.fromkeys("qkv", self.heads * self.head_dim)
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
         channels = self.heads * self.head_dim // tp
         narrow = (self.head_dim, dim)
         wide = (channels, self.head_dim)
@@ -126,6 +155,11 @@ class KimiDeltaArgs(LinearArgs):
         }
 
     def vectors(self, dim: int) -> int:
+        """Return the number of parameters of decays and the norm.
+
+        Args:
+            dim: Not used.
+        """
         channels = self.heads * self.head_dim
         return self.heads + channels + self.head_dim
 
@@ -158,27 +192,42 @@ class MambaArgs(LinearArgs):
         return self.heads, self.state_dim, self.head_dim
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the heads, and several groups of heads."""
         groups = {"groups of heads of Mamba": self.groups} if self.groups > 1 else {}
         return {"heads of Mamba": self.heads, **groups}
 
     def convolved(self) -> dict[str, int]:
-        of_groups = self.groups * self.state_dim
-        return {"x": self.heads * self.head_dim, "b": of_groups, "c": of_groups}
+        """Return the channels of the convolutions of x, B and C."""
+        group_channels = self.groups * self.state_dim
+        return {"x": self.heads * self.head_dim, "b": group_channels, "c": group_channels}
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
         values = self.heads * self.head_dim // tp
-        of_groups = self.groups * self.state_dim
-        of_groups //= tp if self.groups > 1 else 1  # of one group all ranks have B and C
+        group_channels = self.groups * self.state_dim
+        group_channels //= (
+            tp if self.groups > 1 else 1
+        )  # with one group, all ranks have B and C
         rows = {
             "in_z": values,
             "in_x": values,
-            "in_b": of_groups,
-            "in_c": of_groups,
+            "in_b": group_channels,
+            "in_c": group_channels,
             "in_dt": self.heads // tp,
         }
         return {**{name: (size, dim) for name, size in rows.items()}, "wo": (dim, values)}
 
     def vectors(self, dim: int) -> int:
+        """Return the number of parameters of biases, decays, the skip connection and the norm.
+
+        Args:
+            dim: Not used.
+        """
         biases = sum(self.convolved().values()) * self.convolution_bias
         return biases + 3 * self.heads + self.heads * self.head_dim
 
@@ -191,5 +240,10 @@ _KINDS: dict[str, type] = {
 
 
 def linear_args(kind: str, **fields: Any) -> LinearArgs:
-    """Return the arguments of a layer of a kind, as in sizes.toml."""
+    """Return the arguments of a layer of a kind.
+
+    Args:
+        kind: The kind, as in sizes.toml.
+        **fields: Its fields.
+    """
     return _KINDS[kind](**fields)

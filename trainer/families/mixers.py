@@ -1,4 +1,4 @@
-"""What mixes the tokens of a layer: attention, or latent attention. linear_args.py has linear attention. Torch-free."""
+"""The first branch of a layer: attention, or latent attention. linear_args.py has linear attention. Torch-free."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ Shapes = dict[str, tuple[int, int]]
 
 
 class Mixer(Protocol):
-    """One kind of mixer: its sizes, and what follows from them.
+    """One kind of mixer: its sizes, and all counts that follow from them.
 
     A module of trainer/models computes it: `MIXERS` of trainer/models/block.py.
     """
 
     is_recurrent: ClassVar[bool]
-    """Whether a state of fixed size takes the place of keys and values: linear attention."""
+    """Whether a state of fixed size replaces keys and values: linear attention."""
     names: ClassVar[Mapping[str, str]]
     """Modules, or their parameters -> their names in a layer of Hugging Face's files, where families agree."""
     window: int | None
@@ -24,23 +24,41 @@ class Mixer(Protocol):
     """Base of the layer's own rotary frequencies. 0: nothing is rotated. None: the frequencies of the model."""
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one of `tp` tensor-parallel ranks."""
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
 
     def other_weights(self) -> int:
         """Return the number of its other weights that each token is multiplied by."""
 
     def vectors(self, dim: int) -> int:
-        """Return the number of its other parameters: norms, biases, sinks, decays."""
+        """Return the number of its other parameters: norms, biases, sinks, decays.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
 
     def flops(self, seq_len: int) -> tuple[float, float]:
-        """Return FLOPs per token of a training step, without weights, as (full, causal) attention counts."""
+        """Return FLOPs per token of a training step, without weights, as (full, causal) attention counts.
+
+        Args:
+            seq_len: Number of tokens of a sequence.
+        """
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the sizes that tensor-parallel ranks divide, by their names in messages."""
 
 
 def visible_keys(window: int | None, seq_len: int) -> float:
-    """Return the mean number of keys that a query sees under a causal mask, with a window or without."""
+    """Return the mean number of keys that a query sees under a causal mask, with a window or without.
+
+    Args:
+        window: Tokens that a token sees, itself included. None: all tokens before it.
+        seq_len: Number of tokens of a sequence.
+    """
     reach = min(window or seq_len, seq_len)
     return reach - reach * (reach - 1) / 2 / seq_len
 
@@ -86,10 +104,16 @@ class AttentionArgs:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Return the channels of the queries, and of the keys, of all heads."""
+        """Channels of the queries, and of the keys, of all heads."""
         return self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
         queries, keys = (size // tp for size in self.sizes)
         return {
             "wq": (queries * (2 if self.gate else 1), dim),
@@ -99,10 +123,16 @@ class AttentionArgs:
         }
 
     def other_weights(self) -> int:
+        """Return the number of weights of the short convolution."""
         queries, keys = self.sizes
         return (queries + 2 * keys) * self.short_conv_kernel
 
     def vectors(self, dim: int) -> int:
+        """Return the number of parameters of sinks, norms and biases.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
         queries, keys = self.sizes
         normed = queries + keys if self.norm_all_heads else 2 * self.head_dim
         biases = queries * (2 if self.gate else 1) + 2 * keys
@@ -114,10 +144,16 @@ class AttentionArgs:
         )
 
     def flops(self, seq_len: int) -> tuple[float, float]:
+        """Return FLOPs per token of a training step, without weights, as (full, causal) attention counts.
+
+        Args:
+            seq_len: Number of tokens of a sequence.
+        """
         each_key = 12.0 * self.n_heads * self.head_dim
         return each_key * seq_len, each_key * visible_keys(self.window, seq_len)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the query heads and the key/value heads."""
         return {"attention heads": self.n_heads, "key/value heads": self.n_kv_heads}
 
 
@@ -130,19 +166,23 @@ class LatentArgs:
     nope_dim: int
     """Channels of a head's query and key that are not rotated."""
     rope_dim: int
-    """Channels behind them that are rotated; all heads share those of a key."""
+    """Rotated channels after them; all heads share the rotated channels of a key."""
     value_dim: int
-    """Channels of a head's value, at most those of its key."""
+    """Channels of a head's value, at most the channels of its key."""
     query_rank: int | None = None
     """Width of the latent of queries. None: queries are computed from the hidden states."""
 
     @property
     def head_dim(self) -> int:
-        """Return the channels of a head's query and key."""
+        """Channels of a head's query and key."""
         return self.nope_dim + self.rope_dim
 
     def up_projection(self, n_heads: int) -> int:
-        """Return the weights that make keys and values of latents."""
+        """Return the number of weights that make keys and values from latents.
+
+        Args:
+            n_heads: Number of heads.
+        """
         return n_heads * (self.nope_dim + self.value_dim) * self.rank
 
 
@@ -170,6 +210,12 @@ class LatentAttentionArgs:
     }
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
         latent = self.latent
         queries = self.n_heads * latent.head_dim // tp
         shapes = {"wq": (queries, dim)}
@@ -181,14 +227,26 @@ class LatentAttentionArgs:
         }
 
     def other_weights(self) -> int:
+        """Return the number of weights that make keys and values from latents."""
         return self.latent.up_projection(self.n_heads)
 
     def vectors(self, dim: int) -> int:
+        """Return the number of parameters of the norms.
+
+        Args:
+            dim: Not used.
+        """
         return self.latent.rank + (self.latent.query_rank or 0)
 
     def flops(self, seq_len: int) -> tuple[float, float]:
+        """Return FLOPs per token of a training step, without weights, as (full, causal) attention counts.
+
+        Args:
+            seq_len: Number of tokens of a sequence.
+        """
         each_key = 6.0 * self.n_heads * (self.latent.head_dim + self.latent.value_dim)
         return each_key * seq_len, each_key * visible_keys(self.window, seq_len)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
+        """Return the heads."""
         return {"attention heads": self.n_heads}

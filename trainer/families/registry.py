@@ -21,9 +21,9 @@ class Family:
 
     flavors: Mapping[str, ModelArgs]
     spec: str = "trainer.models.parallelize"
-    """The module that holds `SPEC`, a `ModelSpec`: what needs PyTorch."""
+    """The module that holds `SPEC`, a `ModelSpec`; it needs PyTorch."""
     hugging_face: HFConfig | None = None
-    """None: transformers does not have the family. Of an `HFDecoder` the spec gets the names of tensors, too."""
+    """None: transformers does not have the family. With an `HFDecoder` the spec also gets the names of tensors."""
 
 
 _DECODERS = dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES
@@ -34,7 +34,7 @@ MODELS: Registry[Family] = Registry(
 
 
 def hf_families() -> dict[str, HFConfig]:
-    """Return how each family that transformers has reads and writes `config.json`, by our name."""
+    """Return how each family of transformers reads and writes `config.json`, by our name."""
     return {
         name: family.hugging_face
         for name, family in MODELS.items()
@@ -43,7 +43,14 @@ def hf_families() -> dict[str, HFConfig]:
 
 
 def hf_config(name: str) -> HFConfig:
-    """Return how a family reads and writes `config.json`; ConfigError if transformers does not have it."""
+    """Return how a family reads and writes `config.json`.
+
+    Args:
+        name: Name of the family.
+
+    Raises:
+        ConfigError: transformers does not have the family.
+    """
     if name not in (families := hf_families()):
         raise ConfigError(
             f"model.name = {name!r} has no counterpart in Hugging Face's transformers; families that have one: "
@@ -58,35 +65,54 @@ class ModelFolder(HFFolder):
 
     @cached_property
     def family(self) -> str:
-        """Name of the family; ConfigError if there is none of that `model_type`."""
+        """Name of the family; ConfigError if no family has this `model_type`."""
         names = {known.model_type: name for name, known in hf_families().items()}
-        found = self.entries.content.get("model_type")
-        if found not in names:
+        model_type = self.entries.content.get("model_type")
+        if model_type not in names:
             raise ConfigError(
-                f"{self.entries.file}: model_type = {found!r} is not supported; it must be "
+                f"{self.entries.file}: model_type = {model_type!r} is not supported; it must be "
                 f"{' or '.join(names)}"
             )
-        return names[found]
+        return names[model_type]
 
     @cached_property
     def args(self) -> ModelArgs:
-        """Model arguments, `max_seq_len` being the longest sequence; ConfigError: the family lacks an entry's value."""
+        """Model arguments, with `max_seq_len` as the longest sequence; ConfigError if the family lacks a feature."""
         return hf_config(self.family).read(self.entries)
 
 
 def model_folder(model: Model) -> ModelFolder | None:
-    """Open the folder that gives the sizes of a model; None: a flavor by name gives them."""
+    """Open the folder that gives the sizes of a model. None: a flavor by name gives them.
+
+    Args:
+        model: Table `[model]`.
+
+    Returns:
+        The folder.
+    """
     path = model.folder if model.path is None else Path(model.path)
     return None if path is None else ModelFolder(path)
 
 
 def opened_at(path: Path, folder: ModelFolder | None) -> ModelFolder:
-    """Return a folder that is open, if it has this path, else open another one."""
+    """Return the folder at a path: the open one if it has this path, otherwise another one.
+
+    Args:
+        path: The path.
+        folder: An open folder.
+    """
     return folder if folder is not None and folder.path == path else ModelFolder(path)
 
 
 def start_folder(config: JobConfig) -> ModelFolder | None:
-    """Open the folder of which a run has its weights or sizes, and so its tokenizer; None: no such."""
+    """Open the folder from which a run has its weights or sizes, and so its tokenizer.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        The folder. None if there is none.
+    """
     named = (config.checkpoint.initial_load_path, config.model.folder)
     folders = (ModelFolder(Path(path)) for path in named if path)
     return next((folder for folder in folders if folder.has_config), None)
@@ -95,10 +121,12 @@ def start_folder(config: JobConfig) -> ModelFolder | None:
 def from_path(config: JobConfig, folder: ModelFolder | None = None) -> JobConfig:
     """Return the configuration with `model.path` written out: family, sizes, and weights if no others are named.
 
-    folder: that of `model_folder`; None: it is opened here.
+    Args:
+        config: The configuration.
+        folder: The result of `model_folder`. None: it is opened here.
 
     Raises:
-        ConfigError: the folder is missing, of no known family, or beside another model.
+        ConfigError: The folder is missing, of no known family, or given together with another model.
     """
     model = config.model
     if model.path is None:
@@ -127,12 +155,14 @@ def from_path(config: JobConfig, folder: ModelFolder | None = None) -> JobConfig
 
 
 def flavor_args(model: Model, folder: ModelFolder | None = None) -> ModelArgs:
-    """Return the arguments of the configured flavor, without what the data and table `[model]` add.
+    """Return the arguments of the configured flavor, without the changes by the data and by table `[model]`.
 
-    folder: as of `from_path`.
+    Args:
+        model: Table `[model]`.
+        folder: As in `from_path`.
 
     Raises:
-        ConfigError: no model, flavor or Hugging Face folder of that name.
+        ConfigError: No model, flavor or Hugging Face folder has this name.
     """
     flavors = MODELS.find("model.name", model.name).flavors
     if model.folder is not None:
@@ -157,7 +187,12 @@ def flavor_args(model: Model, folder: ModelFolder | None = None) -> ModelArgs:
 def model_args(model: Model, *, vocab_size: int, max_seq_len: int) -> DecoderArgs:
     """Return the arguments of the configured language model, with the overrides of table `[model]`.
 
+    Args:
+        model: Table `[model]`.
+        vocab_size: Number of tokens of the vocabulary.
+        max_seq_len: Longest sequence, in tokens.
+
     Raises:
-        ConfigError: no model or flavor of that name, or a setting that it does not have.
+        ConfigError: No model or flavor has this name, or it does not have a setting.
     """
     return flavor_args(model).configured(model, vocab_size=vocab_size, max_seq_len=max_seq_len)

@@ -1,6 +1,6 @@
 """Rotary positions in `config.json`. Torch-free.
 
-Since transformers 5 their table is `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`.
+Since transformers 5 their table is `rope_parameters`; before, they had the entries `rope_theta` and `rope_scaling`.
 """
 
 import math
@@ -15,7 +15,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def rotary_table(config: Entries) -> Entries:
-    """Return the table of rotary positions, of two that of layers without a window."""
+    """Return the table of rotary positions; if there are two tables, the table of layers without a window.
+
+    Args:
+        config: The entries of the file.
+    """
     table = config.table(
         "rope_parameters" if config.content.get("rope_parameters") else "rope_scaling"
     )
@@ -28,7 +32,14 @@ def _head_dim(config: Entries) -> int:
 
 
 def rotary_share(config: Entries) -> float:
-    """Return the share of a head's channels that is rotated."""
+    """Return the share of a head's channels that is rotated.
+
+    Args:
+        config: The entries of the file.
+
+    Raises:
+        ConfigError: The share leaves an odd number of channels.
+    """
     key = "partial_rotary_factor"
     table = rotary_table(config)
     share = float((table if key in table.content else config).number(key, 1.0))
@@ -46,7 +57,11 @@ def rotary_share(config: Entries) -> float:
 
 
 def rotary(config: Entries) -> tuple[float, RopeScaling | None]:
-    """Return the base of the frequencies and their scaling."""
+    """Return the base of the frequencies and their scaling.
+
+    Args:
+        config: The entries of the file.
+    """
     table = rotary_table(config)
     theta = float(
         (table if "rope_theta" in table.content else config).number("rope_theta", 10000.0)
@@ -72,14 +87,14 @@ def rotary(config: Entries) -> tuple[float, RopeScaling | None]:
     fast = float(table.number("beta_fast", 32.0))
     slow = float(table.number("beta_slow", 1.0))
     truncate = bool(table.only("truncate", True, False))
-    of_scores = table.content.get("mscale_all_dim")
+    score_entry = table.content.get("mscale_all_dim")
     return theta, replace(
         scaling,
         beta_fast=fast,
         beta_slow=slow,
         truncate=truncate,
         attention_factor=_attention_factor(table),
-        mscale_all_dim=float(table.number("mscale_all_dim")) if of_scores else 0.0,
+        mscale_all_dim=float(table.number("mscale_all_dim")) if score_entry else 0.0,
     )
 
 
@@ -112,7 +127,10 @@ def _longrope(config: Entries, table: Entries) -> RopeScaling:
 
 
 def _attention_factor(table: Entries) -> float | None:
-    """Return YaRN's factor of attention where it is not that of the paper, said by itself or as DeepSeek's two."""
+    """Return YaRN's factor of attention if it differs from the paper: as one entry, or as DeepSeek's two.
+
+    Otherwise None.
+    """
     both = [table.content.get(key) for key in ("mscale", "mscale_all_dim")]
     if table.content.get("attention_factor") is not None:
         return float(table.number("attention_factor"))
@@ -124,10 +142,14 @@ def _attention_factor(table: Entries) -> float | None:
 
 
 def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Return the entries of a scaling."""
+    """Return the entries of a scaling.
+
+    Args:
+        scaling: The scaling. None: no scaling.
+    """
     if scaling is None:
         return {"rope_type": "default"}
-    entries: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    entries = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
         return entries
     entries["original_max_position_embeddings"] = scaling.original_max_seq_len

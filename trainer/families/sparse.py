@@ -32,7 +32,7 @@ def _read_sigmoid(config: Entries) -> Fields:
         raise ConfigError(
             f"{config.file}: first_k_dense_replace = {dense!r} must be a number of layers"
         )
-    found = read_experts(
+    chosen_experts = read_experts(
         config,
         "n_routed_experts",
         "moe_intermediate_size",
@@ -44,7 +44,7 @@ def _read_sigmoid(config: Entries) -> Fields:
         shared_dim=config.whole("n_shared_experts") * config.whole("moe_intermediate_size"),
     )
     return {
-        "experts": found,
+        "experts": chosen_experts,
         "layers": {"experts": [layer >= dense for layer in range(n_layers)]},
     }
 
@@ -64,7 +64,7 @@ def _write_sigmoid(args: TransformerArgs) -> Fields:
 
 
 SIGMOID_EXPERTS = Part(_read_sigmoid, _write_sigmoid, EXPERTS)
-"""Chosen by sigmoids, a bias and groups (DeepSeek-V3, arXiv 2412.19437), in all layers but the first ones."""
+"""Experts chosen by sigmoids, a bias and groups (DeepSeek-V3, arXiv 2412.19437), in all layers except the first."""
 SIGMOID_NAMES = {
     SELECTION_BIAS: "mlp.gate.e_score_correction_bias",
     "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",

@@ -1,4 +1,4 @@
-"""Entries of `config.json`, checked one by one; a family says what they mean to it. Torch-free."""
+"""Entries of `config.json`, checked one by one. A family says what each entry means. Torch-free."""
 
 import json
 import math
@@ -14,13 +14,26 @@ CONFIG_FILE = "config.json"
 
 @dataclass(frozen=True)
 class Entries:
-    """The entries of one file, or of a table in it."""
+    """The entries of one file, or of a table in it.
+
+    Attributes:
+        file: The file, for messages.
+        content: The entries.
+    """
 
     file: Path
     content: Mapping[str, Any]
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above 0; ConfigError if it is something else, or missing without a default."""
+        """Return a number above 0.
+
+        Args:
+            key: The key.
+            default: The value if the entry is missing. None: the entry is needed.
+
+        Raises:
+            ConfigError: The entry is no such number, or missing without a default.
+        """
         value = self.content.get(key)
         value = default if value is None else value
         if (
@@ -32,7 +45,16 @@ class Entries:
         return value
 
     def whole(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
-        """Return a whole number above 0, at most `most`; otherwise as `number`."""
+        """Return a whole number above 0.
+
+        Args:
+            key: The key.
+            default: The value if the entry is missing. None: the entry is needed.
+            most: The largest number. None: no bound.
+
+        Raises:
+            ConfigError: The entry is no such number, or missing without a default.
+        """
         value = self.number(key, default)
         if not isinstance(value, int):
             raise ConfigError(f"{self.file}: {key} = {value!r} must be a whole number")
@@ -41,21 +63,43 @@ class Entries:
         return value
 
     def switch(self, key: str) -> bool:
-        """Return whether a switch is on; missing or null: off; ConfigError if it is no switch."""
+        """Return whether a switch is on; missing or null means off.
+
+        Args:
+            key: The key.
+
+        Raises:
+            ConfigError: The entry is neither true nor false.
+        """
         value = self.content.get(key)
         if value not in (None, False, True):
             raise ConfigError(f"{self.file}: {key} = {value!r} must be true or false")
         return bool(value)
 
     def table(self, key: str) -> "Entries":
-        """Return a table within; missing or null: an empty one; ConfigError if it is no table."""
+        """Return a table within this one; missing or null means an empty table.
+
+        Args:
+            key: The key.
+
+        Raises:
+            ConfigError: The entry is no table.
+        """
         value = self.content.get(key) or {}
         if not isinstance(value, dict):
             raise ConfigError(f"{self.file}: {key} = {value!r} must be a table")
         return Entries(self.file, value)
 
     def only(self, key: str, *supported: Any) -> Any:
-        """Return a value, one of these, or the first one if it is missing or null; ConfigError for another value."""
+        """Return a supported value, by default the first one.
+
+        Args:
+            key: The key.
+            *supported: All supported values; the first one is used if the entry is missing or null.
+
+        Raises:
+            ConfigError: The entry has another value.
+        """
         value = self.content.get(key)
         if value is None:
             return supported[0]
@@ -71,28 +115,52 @@ class HFConfig(Protocol):
     """How a family reads `config.json` and writes it."""
 
     model_type: str
-    """What `model_type` says of it."""
+    """The value of `model_type` for this family."""
 
     def read(self, config: Entries) -> Any:
-        """Return model arguments, `max_seq_len` being the longest sequence that the file is for.
+        """Return model arguments; `max_seq_len` is the longest sequence that the file is for.
+
+        Args:
+            config: The entries of the file.
 
         Raises:
-            ConfigError: by key and value, what the family does not have.
+            ConfigError: The family lacks a feature; the message names key and value.
         """
 
     def write(self, args: Any) -> dict[str, Any]:
-        """Return the entries of a model; ConfigError for what transformers does not have."""
+        """Return the entries of a model.
+
+        Args:
+            args: The arguments of the model.
+
+        Raises:
+            ConfigError: transformers lacks a feature of the model.
+        """
 
     def check_start(self, args: Any) -> None:
-        """Check that a model can start from weights of transformers, else raise a ConfigError."""
+        """Check that a model can start from weights of transformers.
+
+        Args:
+            args: The arguments of the model.
+
+        Raises:
+            ConfigError: It cannot.
+        """
 
 
 def read_settings(file: Path) -> Mapping[str, Any]:
-    """Return the content of a JSON object; empty if there is no such file."""
+    """Return the content of a JSON object; empty if there is no such file.
+
+    Args:
+        file: The file.
+
+    Raises:
+        ConfigError: The file is no JSON.
+    """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
         return {}
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON ({error}); copy it again") from None
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -1,6 +1,6 @@
-"""Planning new files of the format safetensors: which tensors each file holds, and where. Torch-free.
+"""Plans new files of the format safetensors: which tensors each file holds, and where. Torch-free.
 
-`writer.py` writes them tensor by tensor, for which the package safetensors has no way: it writes whole files.
+`writer.py` writes them tensor by tensor. The package safetensors cannot do this: it writes whole files.
 """
 
 import json
@@ -18,9 +18,13 @@ from trainer.hugging_face.stored import BYTES
 
 @dataclass(frozen=True)
 class NewFile:
-    """A file that is to be written: its name, its header with the length before it, and its tensors in their order.
+    """A planned file. Tensors of wide types come first, so that all tensors are aligned.
 
-    starts: the first byte of each tensor in the file. Tensors of wide types come first, so that all are aligned.
+    Attributes:
+        name: Name of the file.
+        header: The header, with its length before it.
+        tensors: The tensors in the order in which they are written.
+        starts: The first byte of each tensor in the file.
     """
 
     name: str
@@ -35,9 +39,16 @@ def plan_files(
     most_bytes: float,
     stem: str = "model",
 ) -> tuple[list[NewFile], str]:
-    """Return files of at most so many bytes of tensors, and the index; "" if there is one file, which needs none.
+    """Plan files of at most `most_bytes` of tensors. A larger tensor has a file of its own.
 
-    A tensor that is larger has a file of its own. dtypes: of each tensor; stem: what names of files begin with.
+    Args:
+        shapes: Shape of each tensor.
+        dtypes: Dtype of each tensor.
+        most_bytes: Largest number of bytes of the tensors of one file.
+        stem: Beginning of the names of files.
+
+    Returns:
+        The files and the content of the index; "" for one file, which needs no index.
     """
     sizes = {name: math.prod(shape) * BYTES[dtypes[name]] for name, shape in shapes.items()}
     groups = grouped(sizes, most_bytes)
@@ -57,7 +68,7 @@ def plan_files(
 
 
 def _new_file(file: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, str]) -> NewFile:
-    entries: dict[str, dict] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    entries = {"__metadata__": {"format": "pt"}}  # transformers asks for it
     start = 0
     starts = {}
     for name in sorted(shapes, key=lambda name: -BYTES[dtypes[name]]):
@@ -67,7 +78,8 @@ def _new_file(file: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, str])
             "shape": list(shapes[name]),
             "data_offsets": [start, stop],
         }
-        starts[name], start = start, stop
+        starts[name] = start
+        start = stop
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
     header = len(text).to_bytes(8, "little") + text
@@ -80,12 +92,23 @@ def _new_file(file: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, str])
 
 
 def unfinished_output(output: Path) -> Path:
-    """Return where a folder is written before it has its name."""
+    """Return the path where a folder is written before it gets its name.
+
+    Args:
+        output: The folder.
+    """
     return output.with_name(f"{output.name}.tmp")
 
 
 def check_output(output: Path) -> None:
-    """Raise a ConfigError if a folder that a command is to write is there, or was left by an interrupted command."""
+    """Check that a folder that a command will write does not exist, also no rest of an interrupted command.
+
+    Args:
+        output: The folder.
+
+    Raises:
+        ConfigError: It exists.
+    """
     for path in (output, unfinished_output(output)):
         if os.path.lexists(path):
             raise ConfigError(f"{path} is there already; name another folder, or remove it")

@@ -18,15 +18,18 @@ GENERATION_FILE = "generation_config.json"
 class HFFolder:
     """A folder of a model as transformers saves it.
 
-    A part is read when it is first asked for, and this object keeps it. Files may change: who must see the present
-    ones makes another object.
+    A part is read when it is first used, and this object keeps it. Files may change: to see the present files, make
+    another object.
+
+    Attributes:
+        path: The folder.
     """
 
     path: Path
 
     @property
     def has_config(self) -> bool:
-        """Whether the folder has a `config.json`, by which it is known."""
+        """Whether the folder has a `config.json`, which marks a folder of a model."""
         return (self.path / CONFIG_FILE).is_file()
 
     @property

@@ -1,4 +1,4 @@
-"""Pairs of tensors with the same values: one of a model of ours, and its counterpart in transformers. Torch-free."""
+"""Pairs of tensors with the same values: a tensor of our model, and its counterpart in transformers. Torch-free."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ def _unchanged(x: "torch.Tensor") -> "torch.Tensor":
 
 @dataclass(frozen=True)
 class HFTensor:
-    """The tensor of a Hugging Face model that has the values of one of ours: its name, and the change of layout.
+    """The counterpart of one of our tensors at Hugging Face: its name, and the change of layout.
 
-    Or several tensors: `stacked` has the names for each row of ours (dim 0), whose equal parts (dim 1) they are. Then
-    no layout changes.
+    One of our tensors may also have several counterparts. Then `stacked` has their names for each of our rows (dim 0):
+    they are equal parts (dim 1) of the row, and no layout changes.
     """
 
     name: str = ""
@@ -29,15 +29,15 @@ class HFTensor:
     """Whole tensor -> whole tensor, also on meta."""
     from_hf: "Callable[[torch.Tensor], torch.Tensor]" = _unchanged
     moves_rows: bool = False
-    """Whether both change nothing but the order of the rows (dim 0), also of a 1-D tensor, and move no row far: a rank
-    then reads what is near its own rows, in place of the whole tensor."""
+    """Whether both change only the order of the rows (dim 0), also of a 1-D tensor, and move no row far. A rank then
+    reads the neighborhood of its own rows instead of the whole tensor."""
     keeps_rows: bool = False
-    """Whether both change each row (dim 0) by itself: a rank then reads its own rows, in place of the whole tensor."""
+    """Whether both change each row (dim 0) by itself. A rank then reads its own rows instead of the whole tensor."""
     stacked: tuple[tuple[str, ...], ...] = ()
     first_row: int = 0
-    """Of ours in the tensor there, if it has the rows of several tensors of ours, one after another."""
+    """Our first row in the tensor there, if it has the rows of several of our tensors, one after another."""
     all_rows: int = 0
-    """Of the tensor there; 0: as many as ours."""
+    """Number of rows of the tensor there; 0: our number of rows."""
 
     @property
     def same_layout(self) -> bool:
@@ -49,7 +49,13 @@ class HFTensor:
         return sum(self.stacked, ()) or (self.name,)
 
     def tensors(self, x: "torch.Tensor") -> "dict[str, torch.Tensor]":
-        """Return the tensors there, or our rows of one, by name, possibly as views. x: whole, also on meta."""
+        """Return the tensors there, by name, possibly as views.
+
+        A tensor with rows of several of our tensors has only our rows.
+
+        Args:
+            x: Our whole tensor, any shape, also on meta.
+        """
         if not self.stacked:
             return {self.name: self.to_hf(x)}
         rows = zip(self.stacked, x, strict=True)
@@ -62,15 +68,15 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class HFModel:
-    """The tensors of a model that Hugging Face's has, too."""
+    """The tensors of a model that have counterparts at Hugging Face."""
 
     pairs: "Mapping[str, tuple[torch.Tensor, HFTensor]]"
     """Our name -> our tensor on meta, and its tensor there. A shared parameter comes once, by its first name. Parts of
     one tensor there come one after another."""
     second_names: Mapping[str, str]
-    """Names of shared parameters there, which files need not have -> the first names."""
+    """Second names of shared parameters there, which files may lack -> the first names."""
     unread: tuple[str, ...] = ()
-    """Beginnings of the names of tensors there that the model does not have, and files may."""
+    """Name prefixes of tensors that files may have but the model does not."""
     further: frozenset[str] = frozenset()
     """Our names of tensors for further tokens, which files may lack, all of them."""
     has_further: bool = False
@@ -90,15 +96,23 @@ class HFModel:
         }
 
 
-def check_shapes(found: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Raise a ConfigError if a tensor of the model is not found, or found with another shape, or unknown."""
-    for name, shape in found.items():
+def check_shapes(file_shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
+    """Compare the tensors of files with the tensors of the model.
+
+    Args:
+        file_shapes: Shapes of the tensors in the files.
+        wanted: Shapes of the tensors of the model.
+
+    Raises:
+        ConfigError: A tensor is missing, unknown, or of another shape.
+    """
+    for name, shape in file_shapes.items():
         if name not in wanted:
             raise ConfigError(f"{name} is no tensor of this model")
         if shape != wanted[name]:
             raise ConfigError(
                 f"{name} has the shape {shape}, and this model's has {wanted[name]}"
             )
-    if missing := [name for name in wanted if name not in found]:
-        more = f" and {len(missing) - 1} more" * (len(missing) > 1)
-        raise ConfigError(f"there is no {missing[0]}{more}, which this model has")
+    if missing := [name for name in wanted if name not in file_shapes]:
+        others = f" and {len(missing) - 1} more" * (len(missing) > 1)
+        raise ConfigError(f"there is no {missing[0]}{others}, which this model has")

@@ -1,4 +1,4 @@
-"""Parts of the tensors of a file, read without any other byte, as PyTorch's tensors."""
+"""Reads parts of the tensors of a file as PyTorch tensors, and no other byte."""
 
 import math
 from collections import Counter
@@ -21,9 +21,13 @@ DTYPES = FLOATS | {"U8": torch.uint8, FLOAT8: torch.float8_e4m3fn}
 
 
 def wider_types(tensors: Mapping[str, Stored]) -> dict[str, torch.dtype]:
-    """Return the types of the tensors that are wider than most of the weights, such as norms in float32, by name."""
+    """Return the dtypes of tensors that are wider than most weights, for example norms in float32, by name.
+
+    Args:
+        tensors: The tensors of a folder, by name.
+    """
     floats = {name: stored for name, stored in tensors.items() if stored.dtype in FLOATS}
-    elements: Counter[str] = Counter()
+    elements = Counter()
     for stored in floats.values():
         elements[stored.dtype] += math.prod(stored.shape)
     usual = BYTES[elements.most_common(1)[0][0]] if elements else 0
@@ -35,12 +39,22 @@ def wider_types(tensors: Mapping[str, Stored]) -> dict[str, torch.dtype]:
 
 
 def dtype_of(stored: Stored) -> torch.dtype:
-    """Return the data type that a tensor of a file has when it has been read."""
+    """Return the dtype of a tensor of a file after it has been read.
+
+    Args:
+        stored: The tensor in the file.
+    """
     return DTYPES[stored.dtype] if stored.scales is None else torch.float32
 
 
 def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """Return a part of a tensor of a file, of shape `lengths`; no other bytes are read but those of scales."""
+    """Return a part of a tensor of a file, of shape `lengths`. Only its bytes and its scales are read.
+
+    Args:
+        stored: The tensor in the file.
+        offsets: First index in each dimension.
+        lengths: Length in each dimension.
+    """
     part = _read_bytes(stored, offsets, lengths)
     if stored.scales is None or 0 in lengths:
         return part.to(dtype_of(stored))
@@ -48,7 +62,13 @@ def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) ->
 
 
 def read_rows(stored: Stored, first: int, rows: int) -> torch.Tensor:
-    """Return some whole rows (dim 0) of a tensor of a file."""
+    """Return whole rows (dim 0) of a tensor of a file.
+
+    Args:
+        stored: The tensor in the file.
+        first: The first row.
+        rows: Number of rows.
+    """
     shape = stored.shape[1:]
     return read_part(stored, [first, *[0] * len(shape)], [rows, *shape])
 
@@ -70,7 +90,7 @@ def _runs(
     """Yield (first byte, bytes) of the contiguous runs of a part, in its order."""
     shape = stored.shape
     itemsize = BYTES[stored.dtype]
-    # The last dimension of which a part is wanted: in it a run is contiguous, with all that is within.
+    # The last dimension that is not read whole: a run is contiguous in it and in all inner dimensions.
     cut = max((dim for dim in range(len(shape)) if lengths[dim] != shape[dim]), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     size = math.prod(lengths[cut:]) * itemsize
@@ -89,7 +109,7 @@ def _runs(
 def _read_exactly(file: BinaryIO, start: int, into: memoryview) -> None:
     file.seek(start)
     while into:
-        count = file.readinto(into)  # a call reads 2 GiB at most
+        count = file.readinto(into)  # one call reads at most 2 GiB
         if not count:
             raise OSError(f"{file.name} has become shorter")
         into = into[count:]

@@ -1,15 +1,15 @@
-"""Published weights in fewer bits with their scales: which tensors they are, and their numbers.
+"""Published weights in fewer bits with their scales: which tensors they are, and how to compute their numbers.
 
-MXFP4 (OCP Microscaling Formats 1.0), as the experts of gpt-oss:
+MXFP4 (OCP Microscaling Formats 1.0), used for the experts of gpt-oss:
 
    NAME_blocks  (E, R, G, 16) uint8   two numbers of 4 bits a byte, the lower ones first: an index of `_VALUES`
    NAME_scales  (E, R, G) uint8       exponent of 2, plus 127, of the 32 numbers of a block
 -> NAME         (E, 32 * G, R)        as transformers has it, rows of the matrix last
 
-float8 in blocks, as DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), MiniMax-M2 and others are published:
+float8 in blocks, the published form of DeepSeek-V3 (arXiv 2412.19437, section 3.3.2), MiniMax-M2 and others:
 
    NAME            (..., R, C) float8 e4m3
-   NAME_scale_inv  (..., ceil(R / 128), ceil(C / 128))   what the numbers of a block are multiplied by
+   NAME_scale_inv  (..., ceil(R / 128), ceil(C / 128))   the factor of the numbers of a block
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,11 @@ _VALUES = (
 
 
 def shapes_of(stored: Mapping[str, Stored]) -> dict[str, Shape]:
-    """Return the shapes of all tensors by name; blocks and their scales are one tensor."""
+    """Return the shapes of all tensors by name; blocks and their scales are one tensor.
+
+    Args:
+        stored: The tensors of a folder, by name.
+    """
     shapes = {name: x.shape for name, x in stored.items()}
     for name in [name.removesuffix(BLOCKS) for name in stored if name.endswith(BLOCKS)]:
         *first, groups, size = shapes[name + BLOCKS]
@@ -55,9 +59,11 @@ def shapes_of(stored: Mapping[str, Stored]) -> dict[str, Shape]:
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return the numbers as transformers has them, in bfloat16, which has all of them.
+    """Return the numbers in transformers' layout, (E, 2 * B * G, R), in bfloat16, which can hold all of them.
 
-    blocks: (E, R, G, B) uint8; scales: (E, R, G) uint8 -> (E, 2 * B * G, R).
+    Args:
+        blocks: (E, R, G, B), uint8.
+        scales: (E, R, G), uint8.
     """
     values = torch.tensor(_VALUES, dtype=torch.bfloat16)
     # (E, R, G, B, 2)
@@ -66,37 +72,47 @@ def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors by name, each one in float8 with its scales, which have no name of their own then.
+    """Return the tensors by name, each float8 tensor with its scales. The scales have no name of their own then.
+
+    Args:
+        stored: The tensors of a folder, by name.
 
     Raises:
-        ConfigError: a tensor in float8 has no scales, or scales for blocks of another size.
+        ConfigError: A float8 tensor has no scales, or scales for blocks of another size.
     """
     scales = {
         name: stored.get(name + FLOAT8_SCALES)
         for name, x in stored.items()
         if x.dtype == FLOAT8
     }
-    for name, of_blocks in scales.items():
+    for name, block_scales in scales.items():
         *first, rows, columns = (1, 1, *stored[name].shape)
         grid = (*first, -(-rows // FLOAT8_BLOCK), -(-columns // FLOAT8_BLOCK))[
             -len(stored[name].shape) :
         ]
-        if of_blocks is None or of_blocks.shape != grid:
-            found = "is not there" if of_blocks is None else f"has the shape {of_blocks.shape}"
+        if block_scales is None or block_scales.shape != grid:
+            problem = "is missing"
+            if block_scales is not None:
+                problem = f"has the shape {block_scales.shape}"
             raise ConfigError(
                 f"{name} is stored as float8 and needs {name}{FLOAT8_SCALES} of shape {grid}, one scale for each block "
-                f"of {FLOAT8_BLOCK} x {FLOAT8_BLOCK}; it {found}"
+                f"of {FLOAT8_BLOCK} x {FLOAT8_BLOCK}; it {problem}"
             )
-    found = {name: replace(x, scales=scales.get(name)) for name, x in stored.items()}
+    with_own_scales = {name: replace(x, scales=scales.get(name)) for name, x in stored.items()}
     return {
         name: x
-        for name, x in found.items()
+        for name, x in with_own_scales.items()
         if scales.get(name.removesuffix(FLOAT8_SCALES)) != x
     }
 
 
 def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return (offsets, lengths) of the scales of a part of a tensor in float8."""
+    """Return (offsets, lengths) of the scales of a part of a float8 tensor.
+
+    Args:
+        offsets: First index of the part in each dimension.
+        lengths: Length of the part in each dimension.
+    """
     firsts = [start // FLOAT8_BLOCK for start in offsets[-2:]]
     lasts = [
         -(-(start + n) // FLOAT8_BLOCK)
@@ -107,7 +123,13 @@ def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int]
 
 
 def scaled(part: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
-    """Return a part of a tensor in float8 as float32. scales: of the blocks that it meets; offsets: of the part."""
+    """Return a part of a float8 tensor as float32, with the shape of `part`.
+
+    Args:
+        part: The part, (..., R, C).
+        scales: Scales of the blocks that the part overlaps, (..., rows, columns) of blocks.
+        offsets: First index of the part in each dimension.
+    """
     for dim in range(-min(2, part.ndim), 0):
         blocks = torch.arange(offsets[dim], offsets[dim] + part.shape[dim]) // FLOAT8_BLOCK
         scales = scales.float().index_select(dim, blocks - offsets[dim] // FLOAT8_BLOCK)

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a checkpoint of weights: DCP asks for parts of our tensors, and only these are read."""
+"""A Hugging Face folder as a checkpoint of weights. DCP asks for parts of our tensors, and only these are read."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -22,25 +22,29 @@ from trainer.hugging_face.parts import FLOATS, dtype_of, read_part, read_rows, w
 from trainer.hugging_face.quantised import BLOCKS, SCALES, dequantise, shapes_of, with_scales
 from trainer.hugging_face.stored import Stored
 
-_ROWS = 4096  # that are compared at once
+_ROWS = 4096  # rows that are compared at once
 
 
 class HFReader(FileSystemReader):
     """Reads the tensors `model.<name>` of a model from the safetensors files of a folder, in the model's own layout.
 
+    Args:
+        folder: The folder.
+        model: The tensors of the model.
+        headers: `headers` of a reader of another rank, which has read and checked the files. None: this reader does it.
+
     Raises:
-        ConfigError: a file is missing or broken; a tensor is missing, unknown or of another shape.
+        ConfigError: A file is missing or broken; a tensor is missing, unknown or of another shape.
     """
 
     def __init__(self, folder: HFFolder, model: HFModel, headers: bytes | None = None) -> None:
-        """headers: those of a reader of another rank, which has read and checked the files."""
         super().__init__(folder.path)
         if headers is None:
-            found = {
+            places = {
                 name: (x.file.name, x.dtype, x.shape, x.start)
                 for name, x in folder.tensors.items()
             }
-        self.headers = json.dumps(found).encode() if headers is None else headers
+        self.headers = json.dumps(places).encode() if headers is None else headers
         """Names, shapes and places of all tensors, for readers of other ranks: their folder may have another path."""
         entries = json.loads(self.headers).items()
         stored = {
@@ -58,7 +62,7 @@ class HFReader(FileSystemReader):
         self.lacks_further = model.has_further and not any(
             name in self._stored for name in there
         )
-        """Whether the model's layers for further tokens are not there."""
+        """Whether the folder lacks the model's layers for further tokens."""
         model = model.without_further() if self.lacks_further else model
         self.pairs = model.pairs
         if headers is None:
@@ -73,16 +77,16 @@ class HFReader(FileSystemReader):
         others = {name for name in self._stored if name.startswith(model.unread)} | {
             *second_names
         }
-        found = {
+        shapes = {
             name: shape for name, shape in shapes_of(self._stored).items() if name not in others
         }
         try:
-            for name in found:
+            for name in shapes:
                 if name in self._stored and dtype_of(self._stored[name]) not in FLOATS.values():
                     raise ConfigError(
                         f"{name} is stored as whole numbers, without their scales"
                     )
-            check_shapes(found, model.shapes())
+            check_shapes(shapes, model.shapes())
             for name, first in second_names.items():
                 self._check_equal(name, first)
         except ConfigError as error:
@@ -96,13 +100,18 @@ class HFReader(FileSystemReader):
         offsets: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """Return a part of our tensor, by default all of it: of shape `lengths`, on the CPU, in the file's data type.
+        """Return a part of our tensor, by default all of it: of shape `lengths`, on the CPU, in the file's dtype.
 
-        The part is in memory at most twice; whole rows (dim 0), if each changes by itself; the whole tensor, if more
-        than the order of its rows changes.
+        The part is in memory at most twice. If each row (dim 0) changes by itself, whole rows are read. If more than
+        the order of rows changes, the whole tensor is read.
+
+        Args:
+            name: Our name of the tensor.
+            offsets: First index in each dimension.
+            lengths: Length in each dimension.
 
         Raises:
-            OSError: the file cannot be read, or is shorter than before.
+            OSError: The file cannot be read, or is shorter than before.
         """
         shape = self.pairs[name][0].shape
         hf = self.pairs[name][1]
@@ -139,13 +148,15 @@ class HFReader(FileSystemReader):
         offsets: Sequence[int],
         lengths: Sequence[int],
     ) -> torch.Tensor:
-        """Return a part of a tensor whose rows are those of other tensors. names: of the parts of each row."""
+        """Return a part of a tensor whose rows are built from other tensors. names: names of the parts of each row."""
         part = torch.empty(tuple(lengths), dtype=self._dtype_of_all(sum(map(tuple, names), ())))
         size = shape[1] // len(names[0])
         first = offsets[1]
         last = offsets[1] + lengths[1]
-        for row, of_row in zip(part, names[offsets[0] : offsets[0] + lengths[0]], strict=True):
-            for start, name in zip(range(0, shape[1], size), of_row, strict=True):
+        for row, row_names in zip(
+            part, names[offsets[0] : offsets[0] + lengths[0]], strict=True
+        ):
+            for start, name in zip(range(0, shape[1], size), row_names, strict=True):
                 begin = max(first, start)
                 end = min(last, start + size)
                 if begin < end:
@@ -154,7 +165,7 @@ class HFReader(FileSystemReader):
         return part
 
     def _dequantised(self, name: str, first: int, rows: int) -> torch.Tensor:
-        """Return some rows (dim 0) of a tensor in MXFP4, of which a whole row changes its layout by itself."""
+        """Return some rows (dim 0) of an MXFP4 tensor; each whole row changes its layout by itself."""
         parts = (self._stored[name + kind] for kind in (BLOCKS, SCALES))
         return dequantise(*(read_rows(part, first, rows) for part in parts))
 
@@ -174,12 +185,16 @@ class HFReader(FileSystemReader):
             )
 
     def _dtype_of_all(self, names: Sequence[str]) -> torch.dtype:
-        """Return the data type that can hold these tensors as they are; of numbers in MXFP4: bfloat16."""
-        found = [self._stored[name] for name in names if name in self._stored]
-        return reduce(torch.promote_types, map(dtype_of, found)) if found else torch.bfloat16
+        """Return the dtype that can hold these tensors unchanged; bfloat16 for numbers in MXFP4."""
+        dtypes = [dtype_of(self._stored[name]) for name in names if name in self._stored]
+        return reduce(torch.promote_types, dtypes) if dtypes else torch.bfloat16
 
     def rounded_to(self, types: Mapping[str, torch.dtype]) -> list[str]:
-        """Return the tensors there that are wider than most others, and wider than ours. types: of ours, by name."""
+        """Return the names of tensors there that are wider than most others, and wider than ours.
+
+        Args:
+            types: Dtypes of our tensors, by our name.
+        """
         wide = wider_types(self._stored)
         ours = {
             there: types[name]
@@ -196,6 +211,12 @@ class HFReader(FileSystemReader):
     # ---- the protocol of DCP
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the shapes and dtypes of our tensors, for DCP.
+
+        Args:
+            *args: Not used.
+            **kwargs: Not used.
+        """
         entries = {}
         for name, (ours, hf) in self.pairs.items():
             shape = ours.shape
@@ -207,6 +228,15 @@ class HFReader(FileSystemReader):
         return Metadata(entries, storage_data={})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the parts that DCP asks for.
+
+        Args:
+            plan: The parts.
+            planner: Gives the target of each part.
+
+        Returns:
+            A finished future.
+        """
         for item in plan.items:
             target = planner.resolve_tensor(item)
             target.copy_(
@@ -217,7 +247,7 @@ class HFReader(FileSystemReader):
                 )
             )
             planner.commit_tensor(item, target)
-        done: Future[None] = Future()
+        done = Future()
         done.set_result(None)
         return done
 

@@ -1,14 +1,14 @@
-"""The tensors of a Hugging Face folder: in which file, of which type and shape, and where. Torch-free.
+"""The tensors of a Hugging Face folder: file, dtype, shape and place of each. Torch-free.
 
-Tensors are in files of the format safetensors, of which a folder with several has an index:
+Tensors are in files of the format safetensors; a folder with several files has an index:
 
     8 bytes            length of the header, little-endian
     header             {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [first, last + 1]}, ...}
     bytes of tensors   row-major, little-endian; offsets count from here
 
-The package safetensors reads and checks headers. `reader.py` reads tensors by part, so that no file is ever whole in
-memory. The package has no way for that: a slice is read from a map of the file, where a file that is cut meanwhile
-kills the process (SIGBUS), or as the whole tensor (its backend "pread").
+The package safetensors reads and checks headers. `reader.py` reads parts of tensors, so that no file is ever whole in
+memory. The package cannot do this. It reads a slice from a map of the file, and a file that is cut meanwhile kills the
+process (SIGBUS). Or it reads the whole tensor (its backend "pread").
 """
 
 import json
@@ -29,7 +29,15 @@ FLOAT8, FLOAT8_BLOCK = "F8_E4M3", 128
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file; `start` is the place of its first byte. scales: of blocks of a tensor in float8."""
+    """A tensor in a file.
+
+    Attributes:
+        file: The file.
+        dtype: Name of the dtype in the file.
+        shape: The shape.
+        start: First byte of the tensor in the file.
+        scales: Scales of the blocks of a float8 tensor. None for other tensors.
+    """
 
     file: Path
     dtype: str
@@ -39,11 +47,14 @@ class Stored:
 
 
 def read_folder(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of a Hugging Face folder, by name, but for rotary tables, which models compute.
+    """Return every tensor of a Hugging Face folder, by name, except rotary tables, which models compute.
+
+    Args:
+        folder: The folder.
 
     Raises:
-        ConfigError: a file is missing or broken, a tensor is in another file than the index says, or there are two
-            sets of weights.
+        ConfigError: A file is missing or broken, a tensor is in another file than the index says, or there are two sets
+            of weights.
     """
     if not (folder / INDEX).is_file():
         if not (folder / SINGLE).is_file():
@@ -62,26 +73,26 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         raise ConfigError(
             f"{folder} holds two sets of weights, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
         )
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name in sorted(set(map(str, files.values()))):
         if Path(name).name != name:
             raise ConfigError(
-                f"{folder / INDEX} names {name!r}, which is no file beside it; copy it again"
+                f"{folder / INDEX} names {name!r}, which is no file of the folder; copy it again"
             )
-        found |= read_file(folder / name)
+        tensors |= read_file(folder / name)
     for name, file in files.items():
-        if name not in found or found[name].file.name != file:
+        if name not in tensors or tensors[name].file.name != file:
             raise ConfigError(
                 f"{folder / INDEX} says that {name} is in {file}, and it is not; copy both again"
             )
-    return _without_tables(found)
+    return _without_tables(tensors)
 
 
-def _without_tables(found: dict[str, Stored]) -> dict[str, Stored]:
-    """Leave out the tables of frequencies that transformers stored until 2023, and ignores since then."""
+def _without_tables(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Leave out the tables of frequencies, which transformers stored until 2023 and ignores since then."""
     return {
         name: stored
-        for name, stored in found.items()
+        for name, stored in tensors.items()
         if not name.endswith(".rotary_emb.inv_freq")
     }
 
@@ -89,8 +100,11 @@ def _without_tables(found: dict[str, Stored]) -> dict[str, Stored]:
 def read_file(file: Path) -> dict[str, Stored]:
     """Return every tensor of a file, by name.
 
+    Args:
+        file: The file.
+
     Raises:
-        ConfigError: the file is missing, cut short or no safetensors file, or a tensor has another data type.
+        ConfigError: The file is missing, cut short or no safetensors file, or a tensor has another dtype.
     """
     from safetensors import (
         SafetensorError,

@@ -1,8 +1,8 @@
-"""A new folder as transformers has it, written tensor by tensor: safetensors, a file of JSON, the tokenizer's files.
+"""A new folder in transformers' format, written tensor by tensor: safetensors, a file of JSON, the tokenizer's files.
 
 Also a copy of a folder with more special tokens: in its tokenizer, and as rows of its embedding and output. A new row
-is the mean of the rows of all tokens before, in float64 (Hewitt, 2021, "Initializing new word embeddings"): a new token
-is then about as likely as any, and what is likely without it stays so.
+is the mean of the rows of all earlier tokens, in float64 (Hewitt, 2021, "Initializing new word embeddings"). A new
+token is then about as likely as an average token, and likely tokens stay likely.
 """
 
 import contextlib
@@ -41,10 +41,20 @@ _BLOCK = 2**20  # elements that are converted to another data type at once
 
 
 class NewFolder:
-    """Writes tensors to a new folder, which has its name when all of it is on the disk.
+    """Writes tensors to a new folder, which gets its name when everything is on the disk.
 
-    As a context manager it removes what was written before an error. `put` each tensor in the order of `shapes`, then
-    `finish`.
+    As a context manager it removes its files after an error. `put` each tensor in the order of `shapes`, then `finish`.
+
+    Args:
+        output: The folder.
+        shapes: Shapes of the tensors, by name.
+        dtype: Dtype of the tensors that are not in `other_types`.
+        other_types: Dtypes of other tensors, by name.
+        most_bytes: See `plan_files`.
+        stem: See `plan_files`.
+
+    Raises:
+        OSError: Nothing can be written.
     """
 
     def __init__(
@@ -57,14 +67,6 @@ class NewFolder:
         most_bytes: float = MOST_BYTES,
         stem: str = "model",
     ) -> None:
-        """Plan the files and open them.
-
-        shapes: of the tensors by name; dtype: of the tensors without one in `other_types`; most_bytes, stem: see
-        `plan_files`.
-
-        Raises:
-            OSError: nothing can be written.
-        """
         self._output = output
         self._dtypes = dict.fromkeys(shapes, dtype) | dict(other_types or {})
         named = {name: _NAMES[self._dtypes[name]] for name in shapes}
@@ -80,7 +82,15 @@ class NewFolder:
         self._unfinished.mkdir(parents=True)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a whole tensor, or the next rows of one; OSError. Beside it at most its like is in memory."""
+        """Write a whole tensor, or the next rows of one. The memory holds at most one more copy of it.
+
+        Args:
+            name: Name of the tensor.
+            tensor: The tensor, or some whole rows of it, any shape.
+
+        Raises:
+            OSError: It cannot be written.
+        """
         if (file := self._first.pop(name, None)) is not None:
             self._close()
             self._file = (self._unfinished / file.name).open("wb")
@@ -92,13 +102,14 @@ class NewFolder:
             self._file.write(memoryview(block.to(self._dtypes[name]).view(torch.uint8).numpy()))
 
     def finish(self, files: Mapping[str, Any], carried_from: Path | None = None) -> None:
-        """Write the small files, and give the folder its name; what had it before is replaced.
+        """Write the small files, and give the folder its name. An older folder of this name is replaced.
 
-        files: by name, texts, or the contents of files of JSON; carried_from: folder whose files of tokenizer and
-        generation are copied before.
+        Args:
+            files: Texts, or contents of JSON files, by name.
+            carried_from: Folder whose files of tokenizer and generation are copied before.
 
         Raises:
-            OSError: something cannot be written.
+            OSError: A file cannot be written.
         """
         self._close()
         if self._index:
@@ -121,7 +132,7 @@ class NewFolder:
         if kind is None:
             return
         if self._file is not None:
-            # what is left in its buffer cannot be written either
+            # the content of its buffer cannot be written, either
             with contextlib.suppress(OSError):
                 self._file.close()
         shutil.rmtree(self._unfinished, ignore_errors=True)
@@ -134,56 +145,66 @@ class NewFolder:
 
 
 def carry(source: Path, target: Path) -> None:
-    """Copy the files of tokenizer and generation of a Hugging Face folder."""
+    """Copy the files of tokenizer and generation of a Hugging Face folder.
+
+    Args:
+        source: The folder.
+        target: The folder that gets the copies.
+    """
     for file in (file for pattern in _CARRIED for file in source.glob(pattern)):
         if file.is_file():
             shutil.copy(file, target)
 
 
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-_ROWS = 4096  # that are summed at once
+_ROWS = 4096  # rows that are summed at once
 
 
 def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[int], int]:
-    """Write a copy of the folder, and return the ids of the tokens and the rows of its embedding.
+    """Return the ids of new tokens and the rows of the embedding, after writing a copy of the folder with these tokens.
 
-    Spare rows are used first. Others are added up to a multiple of the power of two, at most 128, that divides the
-    rows before, so that tensor parallelism still divides them. Each tensor is in memory once.
+    Spare rows are used first. Then rows are added up to a multiple of the largest power of two, at most 128, that
+    divides the old number of rows. So tensor parallelism still divides them. Each tensor is in memory once.
+
+    Args:
+        source: The folder.
+        output: The copy.
+        tokens: The new tokens.
 
     Raises:
-        ConfigError: a token is there already, is empty or comes twice, or the folder has no embedding or tokenizer.
-        OSError: the folder cannot be written.
+        ConfigError: A token exists already, is empty or comes twice, or the folder has no embedding or tokenizer.
+        OSError: The copy cannot be written.
     """
     there = HFFolder(source)
-    found = there.tensors
+    tensors = there.tensors
     entries = there.entries.content
-    if _EMBEDDING not in found:
+    if _EMBEDDING not in tensors:
         raise ConfigError(
             f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model"
         )
     if quantised := next(
-        (name for name, stored in found.items() if stored.dtype not in FLOATS),
+        (name for name, stored in tensors.items() if stored.dtype not in FLOATS),
         None,
     ):
         raise ConfigError(
-            f"{source} has quantised weights, such as {quantised} in {found[quantised].dtype}, to which no rows are "
-            f"added; name a folder that a run has exported"
+            f"{source} has quantised weights, such as {quantised} in {tensors[quantised].dtype}, to which "
+            f"no rows are added; name a folder that a run has exported"
         )
     with tempfile.TemporaryDirectory() as carried:
         carry(source, Path(carried))
         ids = _added_to_tokenizer(Path(carried), source, tokens)
-        before = found[_EMBEDDING].shape[0]
+        before = tensors[_EMBEDDING].shape[0]
         unit = math.gcd(before, 128)
         rows = max(before, -(-(max(ids) + 1) // unit) * unit)
         grown = {
-            name: (rows, *found[name].shape[1:])
+            name: (rows, *tensors[name].shape[1:])
             for name in (_EMBEDDING, _OUTPUT)
-            if name in found
+            if name in tensors
         }
-        shapes = {name: stored.shape for name, stored in found.items()} | grown
-        types = {name: DTYPES[stored.dtype] for name, stored in found.items()}
+        shapes = {name: stored.shape for name, stored in tensors.items()} | grown
+        types = {name: DTYPES[stored.dtype] for name, stored in tensors.items()}
         with NewFolder(output, shapes, types[_EMBEDDING], other_types=types) as folder:
-            for name, stored in found.items():
+            for name, stored in tensors.items():
                 tensor = read_part(stored, [0] * len(stored.shape), stored.shape)
                 folder.put(name, _with_rows(tensor, rows, ids[0]) if name in grown else tensor)
                 del tensor
@@ -192,7 +213,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
 
 
 def _with_rows(tensor: torch.Tensor, rows: int, first: int) -> torch.Tensor:
-    """Return the rows before `first`, and behind them their mean."""
+    """Return the rows before `first`, followed by rows with their mean."""
     sums = sum(block.double().sum(0) for block in tensor[:first].split(_ROWS))
     longer = (sums / first).to(tensor.dtype).expand(rows, -1).clone()
     longer[:first] = tensor[:first]

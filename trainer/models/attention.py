@@ -284,7 +284,7 @@ class Attention(Branch):
             options: Options of planned attention.
             ranks: Number of context-parallel ranks.
         """
-        styles: Styles = {"inner_attention": self.inner_attention.planned(options)}
+        styles = {"inner_attention": self.inner_attention.planned(options)}
         if self.short_conv is not None and ranks > 1:
             styles["short_conv.inner_convolution"] = ContextParallelConvolution()
         return styles

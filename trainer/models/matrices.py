@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from longshard.sharding.ranges import Range, Ranges
+from longshard.sharding.ranges import Ranges
 from trainer.config.errors import ConfigError
 from trainer.models.experts import Experts
 from trainer.models.linear_attention import LinearAttention
@@ -125,7 +125,7 @@ def _by_heads(rows: int, sizes: Sequence[int], per_head: bool) -> tuple[Ranges, 
 
     per_head: each head's rows of a kind are one matrix, instead of the rows of all heads together.
     """
-    kinds: list[list[Range]] = [[] for _ in sizes]
+    kinds = [[] for _ in sizes]
     start = 0
     while start < rows:
         for kind, size in zip(kinds, sizes, strict=True):

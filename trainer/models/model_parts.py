@@ -31,7 +31,7 @@ def build_model_parts(
     model_parts = []
     for modules in stages:
         with torch.device("meta"):
-            part: nn.Module = stored_as(spec.build(job.model), getattr(torch, training.dtype))
+            part = stored_as(spec.build(job.model), getattr(torch, training.dtype))
         if modules is not None:
             spec.keep_stage(part, modules)
         spec.parallelize(part, dims, job)

@@ -223,7 +223,7 @@ class MoE(nn.Module):
     def tensor_parallel_styles(self) -> Styles:
         """Return how tensor-parallel ranks divide it: each rank computes the experts' sums of its own tokens."""
         gate = SequenceParallel(sequence_dim=0, use_local_output=True)
-        styles: Styles = {"": OwnPositions(), "router.gate": gate}
+        styles = {"": OwnPositions(), "router.gate": gate}
         if self.shared is not None:
             styles |= prefixed("shared", self.shared.tensor_parallel_styles())
         if self.shared_gate is not None:

@@ -34,7 +34,6 @@ from trainer.parallel.data_parallel import (
 from trainer.parallel.expert_parallel import ExpertParallel, expert_units
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.tensor_parallel import (
-    Styles,
     VocabularyParallel,
     apply_tensor_parallel,
     logits_layout,
@@ -91,7 +90,7 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
     to_logits = ColwiseParallel(
         input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()
     )
-    ends: Styles = {
+    ends = {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(use_local_output=True),  # a pipeline stage may end here
         "output": VocabularyParallel() if job.loss_chunk_tokens else to_logits,

@@ -284,10 +284,9 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
     Args:
         parameters: For each parameter its boxes, its columns, and the rows of its matrices.
     """
-    known: dict[Hashable, tuple[Piece, ...]] = {}
-    shapes: dict[
-        tuple[int, int], dict[tuple[int, ...], list[tuple[int, tuple[Piece, ...]]]]
-    ] = {}
+    known = {}
+    # (rows, columns) -> ranks that share a matrix -> (number of the parameter, pieces) of each matrix
+    shapes = {}
     for number, (boxes, columns, matrices) in enumerate(parameters):
         for rows in matrices:
             if (id(boxes), rows) not in known:  # layers have the same

@@ -62,7 +62,7 @@ def sequence_gathered(*matrices: str) -> Styles:
     whole = PrepareModuleInput(
         input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
     )
-    styles: Styles = {"": whole, "wo": RowwiseParallel(output_layouts=Shard(1))}
+    styles = {"": whole, "wo": RowwiseParallel(output_layouts=Shard(1))}
     return styles | {name: ColwiseParallel() for name in matrices}
 
 

@@ -19,21 +19,28 @@ Over = DeviceMesh | dist.ProcessGroup | torch.device
 """A 1-D mesh; a group, for tensors in host memory; or, before there is a mesh, this rank's device, for all ranks."""
 
 
-def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> None:
-    """Check that all ranks have the same values. A collective. what: "data", in the message.
+def check_same(values: Mapping[str, int | str], over: DeviceMesh, subject: str) -> None:
+    """Check that all ranks have the same values. A collective.
+
+    Args:
+        values: Values by name.
+        over: The ranks.
+        subject: Plural noun for the message, such as "data".
 
     Raises:
-        SharedConfigError: on every rank, if they differ; it has the names of the values that do.
+        SharedConfigError: On every rank, if the values differ; it names the values that differ.
     """
-    found = gather_values(values, over)
-    if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
+    rank_values = gather_values(values, over)
+    if other := next(
+        (rank for rank, theirs in enumerate(rank_values) if theirs != rank_values[0]), None
+    ):
         names = sorted(
             name
-            for name in {*found[0], *found[other]}
-            if found[0].get(name) != found[other].get(name)
+            for name in {*rank_values[0], *rank_values[other]}
+            if rank_values[0].get(name) != rank_values[other].get(name)
         )
         raise SharedConfigError(
-            f"rank {other} has other {what} than rank 0 ({', '.join(names)}); every machine must have the same "
+            f"rank {other} has other {subject} than rank 0 ({', '.join(names)}); every machine must have the same "
             "configuration, the same tokenizer and the same files"
         )
 
@@ -41,7 +48,7 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, what: str) -> 
 def control_group() -> dist.ProcessGroup:
     """Return a group of all ranks in which they agree between tokens, in host memory. A collective.
 
-    Its time-out is its own: a rank that waits for one that has failed ends after it.
+    It has its own time-out: a rank that waits for a failed rank ends after it.
     """
     if dist.get_world_size() == 1:
         return dist.group.WORLD
@@ -49,14 +56,23 @@ def control_group() -> dist.ProcessGroup:
 
 
 def highest(value: int, control: dist.ProcessGroup) -> int:
-    """Return the highest value of all ranks. A collective. control: see `control_group`."""
+    """Return the highest value of all ranks. A collective.
+
+    Args:
+        value: This rank's value.
+        control: See `control_group`.
+    """
     return int(all_reduce(torch.tensor(value), control, "max"))
 
 
 def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
-    """Return what `find` returns on the first rank of this node; no other rank calls it. A collective over all ranks.
+    """Return the result of `find` on the first rank of this node; no other rank calls it. A collective over all ranks.
 
     It raises as `raise_on_all_ranks`.
+
+    Args:
+        find: The function.
+        over: All ranks.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     rank = dist.get_rank()
@@ -65,7 +81,12 @@ def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
 
 
 def gather_values(value: Any, over: Over) -> list[Any]:
-    """Return the values of all ranks, in their order, as JSON has them. A collective."""
+    """Return the values of all ranks, in the order of ranks. A collective.
+
+    Args:
+        value: This rank's value, of types that JSON has.
+        over: The ranks.
+    """
     group, device = _group_of(over)
     text = json.dumps(value).encode()
     if not has_peers(group):
@@ -78,8 +99,15 @@ def gather_values(value: Any, over: Over) -> list[Any]:
 def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
     """Call `function` on every rank and return this rank's result. A collective.
 
+    Args:
+        function: The function.
+        over: The ranks.
+
+    Returns:
+        The result.
+
     Raises:
-        SharedConfigError: on every rank, if a call raised a ConfigError; it has the message of the lowest such rank.
+        SharedConfigError: On every rank, if a call raised a ConfigError; it has the message of the lowest such rank.
     """
     result, message = None, ""
     try:
@@ -89,8 +117,8 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
     group, device = _group_of(over)
     failed = bool(message)
     if has_peers(group):
-        found = torch.tensor(int(failed), dtype=torch.int32, device=device)
-        failed = all_reduce(found, group, "max").item()
+        flag = torch.tensor(int(failed), dtype=torch.int32, device=device)
+        failed = all_reduce(flag, group, "max").item()
     if failed:
         raise SharedConfigError(next(filter(None, gather_values(message, over))))
     return result
@@ -103,7 +131,12 @@ def _group_of(over: Over) -> tuple[DeviceMesh | dist.ProcessGroup, torch.device 
 
 
 def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:
-    """Return on every rank of a 1-D mesh what `function` returns on the first. It raises as `raise_on_all_ranks`."""
+    """Return on every rank of a 1-D mesh the result of `function` on the first rank. It raises as `raise_on_all_ranks`.
+
+    Args:
+        function: Reads some bytes.
+        over: The mesh.
+    """
     first = over.get_local_rank() == 0
     content = raise_on_all_ranks(lambda: function() if first else b"", over)
     length = all_reduce(torch.tensor(len(content), device=over.device_type), over, "max")

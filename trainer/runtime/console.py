@@ -1,6 +1,6 @@
 """Log lines on the console: coloured in a terminal, plain and with the time of day elsewhere. Torch-free.
 
-A terminal also has a last line that changes: what the run waits for, or the step that it is in.
+A terminal also has a last line that changes: reason the run waits for, or the step that it is in.
 """
 
 import logging
@@ -25,12 +25,20 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def escaped(text: str) -> str:
-    """Return a text of data or of a model with escapes for control characters, except the new line and the tab."""
+    """Return a text of data or of a model with control characters escaped, except the new line and the tab.
+
+    Args:
+        text: The text.
+    """
     return _CONTROLS.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def for_terminal(text: str) -> str:
-    """Return a text for stdout: escaped on a terminal, which control characters may change, and as it is elsewhere."""
+    """Return a text for stdout. On a terminal it is escaped, because control characters could change the terminal.
+
+    Args:
+        text: The text.
+    """
     return escaped(text) if sys.stdout.isatty() else text
 
 
@@ -59,7 +67,8 @@ class _Terminal(_Lines):
 
     def __init__(self, rank: int, *, color: bool) -> None:
         super().__init__(rank)
-        self.live, self.color = "", color
+        self.live = ""
+        self.color = color
 
     def emit(self, record: logging.LogRecord) -> None:
         message = self.prefix + record.getMessage()
@@ -69,7 +78,7 @@ class _Terminal(_Lines):
             self.put(_ERASE + self.live)
             return
         self.erase()  # the next step shows it again
-        # Break lines between words, and indent what follows. A path is never broken.
+        # Break lines between words, and indent reason follows. A path is never broken.
         how = {
             "subsequent_indent": "    ",
             "break_long_words": False,
@@ -90,12 +99,17 @@ class _Terminal(_Lines):
 
 
 def line_width() -> int:
-    """Return the columns of the terminal that stdout is, at most 100; 100 if it is none."""
+    """Return the number of columns of the terminal on stdout, at most 100; 100 if stdout is no terminal."""
     return min(shutil.get_terminal_size().columns, 100) if sys.stdout.isatty() else 100
 
 
 def paragraphs(topics: Iterable[tuple[str, str]], width: int) -> str:
-    """Return topics and texts in two columns, in lines of `width` characters; a topic that comes again stands once."""
+    """Return topics and texts in two columns. A topic that is repeated is shown once.
+
+    Args:
+        topics: Pairs of a topic and a text.
+        width: Number of characters of a line.
+    """
     wrapped = TextWrapper(
         max(width, 2 * TOPIC) - TOPIC, break_on_hyphens=False, break_long_words=False
     ).wrap
@@ -119,9 +133,12 @@ def _colored(text: str, level: int) -> str:
 
 
 def set_up_logging(rank: int) -> None:
-    """Send log lines to stdout: all lines of the ranks in LOG_RANK (default 0), warnings of the others.
+    """Send log lines to stdout: all lines of the ranks in LOG_RANK (default 0), and warnings of the others.
 
     Lines on a terminal have colours, unless the variable NO_COLOR is set (https://no-color.org).
+
+    Args:
+        rank: Number of this rank.
     """
     color = "NO_COLOR" not in os.environ
     logging_ranks = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
@@ -132,23 +149,35 @@ def set_up_logging(rank: int) -> None:
         shown.propagate = False
 
 
-def say_waiting(what: str) -> None:
-    """Say what a longer wait is for: in the last line of a terminal, elsewhere in a line."""
-    logger.info(f"{what} ...", extra={"live": True})
+def say_waiting(reason: str) -> None:
+    """Show the reason of a longer wait: in the last line of a terminal, elsewhere in a line.
+
+    Args:
+        reason: What the program does meanwhile.
+    """
+    logger.info(f"{reason} ...", extra={"live": True})
 
 
 def show_progress(text: str) -> None:
-    """Show how far the run is, in the last line of a terminal only."""
+    """Show the progress of the run, in the last line of a terminal only.
+
+    Args:
+        text: The progress.
+    """
     logger.info(text, extra={"live": True, "terminal_only": True})
 
 
 def report(line: str) -> None:
-    """Print a line on stderr, in the place of a terminal's last line if that changes."""
+    """Print a line on stderr. It replaces a terminal's last line if that line changes.
+
+    Args:
+        line: The line.
+    """
     print(f"{_ERASE if sys.stderr.isatty() else ''}{line}", file=sys.stderr, flush=True)
 
 
 def end_live_line() -> None:
-    """Erase the last line of a terminal, before something else writes there."""
+    """Erase the changing last line of a terminal, before other code writes there."""
     for handler in logger.handlers:
         if isinstance(handler, _Terminal):
             handler.erase()

@@ -11,6 +11,9 @@ def set_determinism(on: bool) -> None:
     """Allow deterministic kernels only, or all kernels. Call it before the first matrix product of the process.
 
     cuBLAS reads its setting from the environment when it starts. A value that is not reproducible is replaced.
+
+    Args:
+        on: Allow deterministic kernels only.
     """
     torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.deterministic = on

@@ -1,4 +1,4 @@
-"""The GPUs that a job may use, found without torch, so that the launcher counts ranks at once."""
+"""The GPUs that a job may use. They are found without torch, so that the launcher can count ranks at once."""
 
 import os
 import subprocess
@@ -15,16 +15,29 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPUs of this machine that this process may use, and the memory of its devices in bytes (None: not known)."""
+    """The GPUs of this machine that this process may use, and the memory of its devices.
+
+    Attributes:
+        gpus: Number of GPUs.
+        gpu_memory: Memory of a GPU in bytes. None if not known.
+        host_memory: Host memory in bytes. None if not known.
+    """
 
     gpus: int
     gpu_memory: int | None
     host_memory: int | None
     note: str = ""
-    """A line for the log, if CUDA_VISIBLE_DEVICES names more than there is."""
+    """A line for the log, if CUDA_VISIBLE_DEVICES names more GPUs than exist."""
 
     def device_type(self, wanted: str) -> str:
-        """Return 'cuda' or 'cpu' for `job.device`; ConfigError if it asks for a GPU, and none is visible."""
+        """Return 'cuda' or 'cpu' for `job.device`.
+
+        Args:
+            wanted: `job.device`.
+
+        Raises:
+            ConfigError: It asks for a GPU, and none is visible.
+        """
         if wanted == "cuda" and not self.gpus and not any(map(os.path.exists, _OTHER_GPUS)):
             raise ConfigError(
                 "job.device = 'cuda' needs a GPU, and this machine shows none (nvidia-smi, /dev/nvidia0, "
@@ -33,12 +46,20 @@ class Machine:
         return ("cuda" if self.gpus else "cpu") if wanted == "auto" else wanted
 
     def memory(self, device_type: str) -> int | None:
-        """Return the memory of one device of this type in bytes; None: not known."""
+        """Return the memory of one device of this type in bytes. None if not known.
+
+        Args:
+            device_type: 'cuda' or 'cpu'.
+        """
         return self.gpu_memory if device_type == "cuda" else self.host_memory
 
 
 def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
-    """Return the GPUs that are here and visible by CUDA_VISIBLE_DEVICES, and the memory of the devices."""
+    """Return the GPUs that are visible by CUDA_VISIBLE_DEVICES, and the memory of the devices.
+
+    Args:
+        environ: Environment variables.
+    """
     memories = _gpu_memories()
     present = len(memories) or _gpu_files()
     named = environ.get(_VISIBLE)
@@ -58,13 +79,13 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
 
 
 def _gpu_memories() -> list[int]:
-    """Return the memory of each GPU in bytes, as nvidia-smi says it; none without that program."""
+    """Return the memory of each GPU in bytes, reported by nvidia-smi; empty without that program."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
+        result = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    sizes = found.stdout.split() if found.returncode == 0 else []
+    sizes = result.stdout.split() if result.returncode == 0 else []
     return [int(size) * 2**20 for size in sizes if size.isdecimal()]
 
 

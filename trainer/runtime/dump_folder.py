@@ -1,4 +1,4 @@
-"""Locks on the folders of a job, which belong to one job at a time. A lock ends with the process that holds it.
+"""Locks on the folders of a job. A folder belongs to one job at a time. A lock ends with the process that holds it.
 
 The kernel holds the lock (`flock`) on `job.lock` in the folder, so a killed job leaves no stale lock; see "One job a
 folder" in docs/architecture.md.
@@ -25,7 +25,7 @@ from trainer.runtime.console import logger
 
 LOCK_FILE = "job.lock"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-# The ranks of a job that was killed just now are still ending.
+# The ranks of a job that was just killed may still be ending.
 _PATIENCE_SECONDS = 5.0
 
 TENSORBOARD = "tb"
@@ -37,18 +37,26 @@ ESTIMATE = "estimate.json"
 
 
 def folders_of(config: JobConfig) -> dict[str, Path]:
-    """Return the folders that a job writes to, by the keys that name them; a remote store has no lock."""
-    found = {"job.dump_folder": Path(config.job.dump_folder)}
+    """Return the folders that a job writes to, by the keys that name them; a remote store has no lock.
+
+    Args:
+        config: The configuration.
+    """
+    folders = {"job.dump_folder": Path(config.job.dump_folder)}
     settings = config.checkpoint
     if settings.enable and not settings.load_only and not is_address(settings.folder):
         checkpoints = Path(config.job.dump_folder, settings.folder)
-        if checkpoints.resolve() != found["job.dump_folder"].resolve():
-            found["checkpoint.folder"] = checkpoints
-    return found
+        if checkpoints.resolve() != folders["job.dump_folder"].resolve():
+            folders["checkpoint.folder"] = checkpoints
+    return folders
 
 
 def configuration_text(config: JobConfig) -> bytes | None:
-    """Return the configuration as TOML; None on a machine without the package that writes it."""
+    """Return the configuration as TOML. None on a machine without the package that writes it.
+
+    Args:
+        config: The configuration.
+    """
     try:
         return to_toml(config).encode()
     except ModuleNotFoundError:
@@ -56,7 +64,11 @@ def configuration_text(config: JobConfig) -> bytes | None:
 
 
 def save_configuration(config: JobConfig) -> None:
-    """Write `config.toml`, which commands on the finished run read."""
+    """Write `config.toml`, which commands on the finished run read.
+
+    Args:
+        config: The configuration.
+    """
     folder = Path(config.job.dump_folder)
     text = configuration_text(config)
     if text is None:
@@ -71,7 +83,15 @@ def save_configuration(config: JobConfig) -> None:
 
 @contextmanager
 def writing_to(folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
-    """Create the folder if it is missing; errors of writing, also inside, become ConfigErrors that name its key."""
+    """Create the folder if it is missing. Errors of writing, also inside, become ConfigErrors that name its key.
+
+    Args:
+        folder: The folder.
+        key: The key that names it.
+
+    Yields:
+        None.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
@@ -80,13 +100,25 @@ def writing_to(folder: Path, key: str = "job.dump_folder") -> Iterator[None]:
 
 
 def remove_estimate(config: JobConfig) -> None:
-    """Remove the prediction of an earlier run, whose settings may be others: time-outs would follow from it."""
+    """Remove the prediction of an earlier run: its settings may differ, and time-outs follow from it.
+
+    Args:
+        config: The configuration.
+    """
     with suppress(OSError):  # a folder that cannot be written to is refused later
         Path(config.job.dump_folder, ESTIMATE).unlink(missing_ok=True)
 
 
 def check_creatable(folder: Path, key: str) -> None:
-    """Check that the folder of a key can be created and written to, and leave no trace; ConfigError otherwise."""
+    """Check that the folder of a key can be created and written to, and leave no trace.
+
+    Args:
+        folder: The folder.
+        key: The key that names it.
+
+    Raises:
+        ConfigError: It cannot.
+    """
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".lct-", dir=nearest_existing(folder)))
     except OSError as error:
@@ -94,25 +126,31 @@ def check_creatable(folder: Path, key: str) -> None:
 
 
 def _refused(folder: Path, key: str, error: OSError) -> ConfigError:
-    given = f"{key} = {str(folder)!r} cannot be written"
+    refusal = f"{key} = {str(folder)!r} cannot be written"
     if full := full_disk(error, nearest_existing(folder)):
         return ConfigError(
-            f"{given}: {full}; make room there, or name another folder, and run the same command again"
+            f"{refusal}: {full}; make room there, or name another folder, and run the same command again"
         )
     where = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return ConfigError(f"{given} ({where}); name a folder that can{writable_folder(folder)}")
+    return ConfigError(f"{refusal} ({where}); name a folder that can{writable_folder(folder)}")
 
 
 @contextmanager
 def folder_held(
     folder: Path, *, key: str = "job.dump_folder", patience_seconds: float = _PATIENCE_SECONDS
 ) -> Iterator[None]:
-    """Create the folder and hold its lock for this process; the log has a warning if the file system has no locks.
+    """Create the folder and hold its lock for this process. If the file system has no locks, the log has a warning.
 
-    key: names the folder, in messages; patience_seconds: time to wait for another job to end.
+    Args:
+        folder: The folder.
+        key: The key that names it, for messages.
+        patience_seconds: Time to wait for another job to end.
+
+    Yields:
+        None.
 
     Raises:
-        ConfigError: another job holds the lock, or the folder cannot be written to.
+        ConfigError: Another job holds the lock, or the folder cannot be written to.
     """
     with writing_to(folder, key):
         # a buffer would be written again when the file is closed
@@ -139,9 +177,11 @@ def folder_held(
 def holder_of(
     folders: Mapping[str, Path], *, patience_seconds: float = _PATIENCE_SECONDS
 ) -> ConfigError | None:
-    """Return the error that names the job which holds one of the folders now; None if they are free or missing.
+    """Return the error that names the job which holds one of the folders now. None if they are free or missing.
 
-    folders: key -> the folder that it names, see `folders_of`.
+    Args:
+        folders: Key -> the folder that it names, see `folders_of`.
+        patience_seconds: Time to wait for another job to end.
     """
     for key, folder in folders.items():
         try:
@@ -154,7 +194,12 @@ def holder_of(
 
 
 def wait_for_lock(file: IO[bytes], patience_seconds: float) -> bool | None:
-    """Wait for the lock, and return whether this process has it; None: the file system has no locks."""
+    """Return whether this process gets the lock within the time. None if the file system has no locks.
+
+    Args:
+        file: The open file of the lock.
+        patience_seconds: Time to wait.
+    """
     deadline = time.monotonic() + patience_seconds
     while True:
         try:
@@ -178,6 +223,6 @@ def _taken(folder: Path, key: str, file: IO[bytes]) -> ConfigError:
     except (ValueError, KeyError, TypeError):  # the other job is just writing it
         who = "its name is not known"
     return ConfigError(
-        f"{key} = {str(folder)!r} is in use by another job ({who}), and a folder belongs to one job at a "
+        f"{key} = {str(folder)!r} is in use by another job ({who}). A folder belongs to one job at a "
         "time; wait for that job or stop it, or name another folder"
     )

@@ -7,15 +7,18 @@ from contextlib import contextmanager
 
 _COLLECT = 50
 _GIVE_BACK = 10
-"""Steps from one collection, and from one return of memory, to the next."""
+"""Number of steps between two collections, and between two returns of memory."""
 
 
 @contextmanager
 def imports_uncollected() -> Iterator[None]:
-    """Import modules inside without collections, and let later collections leave these modules out.
+    """Import modules inside without collections, and let later collections skip these modules.
 
-    Modules are not garbage. To look for it among those of PyTorch takes a fifth of their import, and half a second
-    at each full collection.
+    Modules are not garbage. Searching PyTorch's modules for garbage takes a fifth of their import, and half a second at
+    each full collection.
+
+    Yields:
+        None.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -29,11 +32,14 @@ def imports_uncollected() -> Iterator[None]:
 
 @contextmanager
 def manual_garbage_collection() -> Iterator[Callable[[int], None]]:
-    """Switch automatic collection off inside, and yield a function of the step that collects now and then.
+    """Switch automatic collection off inside. The yielded function of the step collects now and then.
 
-    A rank that collects at a time of its own makes the others wait. Every few steps free memory goes back to the
-    system: glibc reuses blocks that were aligned, as PyTorch's are, only in part (glibc's bug 14581), and a process
-    with several threads would grow by megabytes a step.
+    A rank that collects at its own time makes the others wait. Every few steps free memory goes back to the system.
+    glibc reuses aligned blocks, like PyTorch's, only in part (glibc's bug 14581), and a process with several threads
+    would grow by megabytes per step.
+
+    Yields:
+        A function to call with the number of each finished step.
     """
     library = ctypes.CDLL(None)
     give_back = library.malloc_trim if hasattr(library, "malloc_trim") else lambda _kept: None

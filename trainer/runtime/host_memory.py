@@ -7,17 +7,17 @@ import torch
 
 
 def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tensor:
-    """Return page-locked host memory for a tensor, which stays locked as long as the returned object lives.
+    """Return page-locked host memory for a tensor. It stays locked as long as the returned object lives.
 
-    It is the system's: PyTorch's allocator of page-locked memory takes the next power of two.
+    It is allocated by the system: PyTorch's allocator of page-locked memory takes the next power of two.
 
     Args:
-        tensor: What it is for; its shape, strides and type count.
+        tensor: A tensor of any shape; its shape, strides and dtype are used.
         key: The setting that asks for the memory, for the message.
-        advice: How the user can do without this memory, for the message.
+        advice: How the user can avoid this memory, for the message.
 
     Raises:
-        MemoryError: the system does not lock so much.
+        MemoryError: The system does not lock this amount of memory.
     """
     buffer = system_memory_like(tensor)
     size = tensor.numel() * tensor.element_size()
@@ -34,9 +34,13 @@ def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tenso
 
 
 def system_memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return host memory for a tensor, with its shape, type and order of elements."""
+    """Return host memory for a tensor, with its shape, dtype and order of elements.
+
+    Args:
+        tensor: A tensor of any shape.
+    """
     size = tensor.numel() * tensor.element_size()
     flat = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
-    # A transposed tensor comes back transposed, so that the recomputation sums in the same order.
+    # A transposed tensor stays transposed, so that the recomputation sums in the same order.
     strides = torch.empty_like(tensor, device="meta").stride()
     return flat[:size].view(tensor.dtype).as_strided(tensor.shape, strides)

@@ -6,7 +6,7 @@ serves it on a free port of the loopback interface. Its keys are plain text; not
     job            set by the first node: the name of the job
     node/RANK      set by each node: its host name, NNODES and NGPU
     verdict        set by the first node: empty when all nodes are there, else why the job does not start
-    EVENT/RANK     set by each node that has come to an event of the job: the start or the end of its ranks
+    EVENT/RANK     set by each node that has reached an event of the job: the start or the end of its ranks
 
 While nodes are missing, each launcher prints one line every ten seconds.
 """
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 LINE_SECONDS = 10.0
 ANSWER_SECONDS = 5.0
-"""So long another program may keep the port, and a store may take to answer."""
+"""Time that another program may keep the port, and that a store may take to answer."""
 _PAUSE_SECONDS = 0.2
 _MOST_NAMES = 8
 
 
 class NodesMissing(Exception):
-    """Not all nodes came in time. The message is one sentence: who is missing, where, and what to do."""
+    """Not all nodes came in time. The message is one sentence: which nodes, where, and what to do."""
 
 
 class StoreError(Exception):
-    """The store of the job does not answer any more. The message is PyTorch's."""
+    """The store of the job does not answer any more. The message comes from PyTorch."""
 
 
 def listener_of_one_node() -> socket.socket:
@@ -51,7 +51,12 @@ def listener_of_one_node() -> socket.socket:
 
 
 def serve(listener: socket.socket, address: str) -> "TCPStore":
-    """Return a store that listens at this socket, which it takes over. address: where this process reaches it."""
+    """Return a store that listens at this socket, which it takes over.
+
+    Args:
+        listener: The socket.
+        address: The address at which this process reaches it.
+    """
     from torch.distributed import TCPStore
 
     port = listener.getsockname()[1]
@@ -65,16 +70,16 @@ def serve(listener: socket.socket, address: str) -> "TCPStore":
 
 
 def open_store(nodes: Nodes, ranks: int, timeout_seconds: float) -> "TCPStore":
-    """Return the store of a job on several nodes, when all of them are there.
+    """Return the store of a job on several nodes, once all nodes are there.
 
     Args:
-        nodes: the nodes of the job; this one is `nodes.rank`.
-        ranks: the number of ranks on this node.
-        timeout_seconds: how long to wait for the other nodes.
+        nodes: The nodes of the job; this node is `nodes.rank`.
+        ranks: Number of ranks on this node.
+        timeout_seconds: How long to wait for the other nodes.
 
     Raises:
         ConfigError: MASTER_ADDR is wrong, MASTER_PORT is taken, or nodes disagree.
-        NodesMissing: a node is missing after `timeout_seconds`.
+        NodesMissing: A node is missing after `timeout_seconds`.
     """
     from torch.distributed import DistError
 
@@ -93,10 +98,16 @@ def open_store(nodes: Nodes, ranks: int, timeout_seconds: float) -> "TCPStore":
 
 
 def meet(store: "TCPStore", nodes: Nodes, event: str, timeout_seconds: float) -> None:
-    """Wait until the launchers of all nodes have come to an event.
+    """Wait until the launchers of all nodes have reached an event.
+
+    Args:
+        store: The store of the job.
+        nodes: The nodes of the job.
+        event: Name of the event.
+        timeout_seconds: How long to wait.
 
     Raises:
-        StoreError: a launcher has not come in time, or the first node, which has the store, has ended.
+        StoreError: A launcher has not come in time, or the first node, which has the store, has ended.
     """
     from torch.distributed import DistError
 
@@ -133,7 +144,7 @@ def _listener(nodes: Nodes) -> socket.socket:
 
 
 def _gather(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
-    """Be the first node: wait for the others, and set the verdict."""
+    """Act as the first node: wait for the others, and set the verdict."""
     store.set("job", nodes.job)
     store.set("node/0", json.dumps(me))
     unchecked = {*range(nodes.count)}
@@ -173,9 +184,9 @@ def _reach(nodes: Nodes, waiting: "_Waiting") -> "TCPStore":
         except OSError as error:
             waiting.pause(None, error.strerror or str(error))
             continue
-        found: list[TCPStore] = []
+        stores: list[TCPStore] = []
 
-        def connect(found: "list[TCPStore]" = found) -> None:
+        def connect(stores: "list[TCPStore]" = stores) -> None:
             answer = timedelta(seconds=ANSWER_SECONDS)
             with suppress(DistError):
                 store = TCPStore(
@@ -186,23 +197,23 @@ def _reach(nodes: Nodes, waiting: "_Waiting") -> "TCPStore":
                     timeout=answer,
                 )
                 store.wait(["job"], answer)
-                found.append(store)
+                stores.append(store)
 
-        # A program that listens and is silent would block torch's store without an end.
+        # A program that listens and is silent would block torch's store for ever.
         thread = threading.Thread(target=connect, daemon=True)
         thread.start()
         thread.join(2 * ANSWER_SECONDS)
-        if not found:
+        if not stores:
             _taken(nodes)
-        return found[0]
+        return stores[0]
 
 
 def _join(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
-    """Be another node: register with the first one, and wait for its verdict; DistError if that node ends."""
+    """Act as another node: register with the first node, and wait for its verdict; DistError if that node ends."""
     if (job := store.get("job").decode()) != nodes.job:
         raise ConfigError(
-            f"the job {job!r} gathers at this MASTER_ADDR and MASTER_PORT, but this is {nodes.job!r}; give each job a "
-            "MASTER_PORT of its own, or all nodes of a job the same RDZV_ID"
+            f"the job {job!r} gathers at this MASTER_ADDR and MASTER_PORT, but this is {nodes.job!r}. Give "
+            "each job a MASTER_PORT of its own, or all nodes of a job the same RDZV_ID"
         )
     if store.check(["verdict"]) and not store.get("verdict"):
         raise ConfigError(
@@ -213,8 +224,8 @@ def _join(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waitin
     text = json.dumps(me)
     if (other := json.loads(store.compare_set(key, "", text)))["name"] != me["name"]:
         raise ConfigError(
-            f"NODE_RANK = {nodes.rank} is that of {other['name']}, too, and this is {me['name']}; give each node a "
-            "NODE_RANK of its own"
+            f"NODE_RANK = {nodes.rank} is also the rank of {other['name']}, and this is {me['name']}; give "
+            "each node a NODE_RANK of its own"
         )
     store.set(key, text)  # this node may have been started again
     while not store.check(["verdict"]):
@@ -228,7 +239,8 @@ class _Waiting:
     """The time-out of a node that waits for others, and the lines that it prints."""
 
     def __init__(self, nodes: Nodes, timeout_seconds: float) -> None:
-        self.nodes, self.timeout = nodes, timeout_seconds
+        self.nodes = nodes
+        self.timeout = timeout_seconds
         self.started = time.monotonic()
         self.lines = 0
 
@@ -260,12 +272,12 @@ class _Waiting:
         if is_over:
             raise NodesMissing(
                 f"waited {self.timeout:g} s without success for {who}; MASTER_ADDR and MASTER_PORT must name the first "
-                f"node and a port that all nodes can reach, and the same command must run on every node with "
+                f"node and a port that all nodes can reach. The same command must run on every node with "
                 f"{nodes.command}"
             )
         self.lines = int(passed / LINE_SECONDS)
         line = f"waiting for {who}, {passed:.0f} s of {self.timeout:g} s; start the same command there with "
-        # in one piece: other launchers may write there too
+        # write it in one piece, because other launchers may write there too
         sys.stderr.write(f"{line}{nodes.command}\n")
         sys.stderr.flush()
 

@@ -64,10 +64,15 @@ _OTHER_NODES_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Launch:
-    """What this launcher starts.
+    """The ranks that this launcher starts.
 
-    ranks: on this node; timeout: seconds to wait for other nodes; preload: a module to import before ranks are forked
-    (None: ranks are fresh processes); end_seconds: time for all ranks to end after the first one has ended well.
+    Attributes:
+        nodes: The nodes of the job.
+        ranks: Number of ranks on this node.
+        timeout: Seconds to wait for other nodes.
+        program: The program of each rank.
+        preload: A module to import before ranks are forked. None: ranks are fresh processes.
+        end_seconds: Time for all ranks to end after the first one has ended well.
     """
 
     nodes: Nodes
@@ -78,7 +83,12 @@ class Launch:
     end_seconds: float = math.inf
 
     def variables(self, address: str, port: int) -> dict[int, dict[str, str]]:
-        """Return rank -> its environment variables, with the names of torchrun. address, port: of the job's store."""
+        """Return rank -> its environment variables, with the names of torchrun.
+
+        Args:
+            address: Address of the job's store.
+            port: Port of the job's store.
+        """
         common = {
             "GROUP_RANK": str(self.nodes.rank),
             "GROUP_WORLD_SIZE": str(self.nodes.count),
@@ -101,13 +111,16 @@ class Launch:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the ranks of this node to their end, and return the exit code of the job.
+    """Return the exit code of the job, after running the ranks of this node to their end.
 
     After a signal the code is 0 if all ranks ended in good order, else 128 + the signal's number.
+
+    Args:
+        argv: The command line. None: `sys.argv`.
     """
     parser = argparse.ArgumentParser(
         prog="trainer.runtime.launch",
-        description="Start one process per rank of this node; what is not listed here goes to train.py.",
+        description="Start one process per rank of this node; all other arguments go to train.py.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -183,7 +196,7 @@ def _run(launch: Launch, watchdog: "Watchdog", stop_signals: Sequence[signal.Sig
 
 
 def _start(launch: Launch, processes: RankProcesses) -> "TCPStore":
-    """Start the ranks, and return the store of the job, which lives as long as they do."""
+    """Start the ranks, and return the store of the job, which lives as long as the ranks."""
     nodes = launch.nodes
     if nodes.count > 1:
         store = open_store(nodes, launch.ranks, launch.timeout)
@@ -217,9 +230,10 @@ def _keep_gloo_on_this_machine() -> None:
 
 
 class Watchdog:
-    """NCCL's watchdogs of the ranks, recognised by what they write before they abort a rank that waits too long.
+    """NCCL's watchdogs of the ranks. They write a file before they abort a rank that waits too long.
 
-    folder: of these files; None: there are none.
+    Args:
+        folder: Folder of these files. None: there are none.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -228,7 +242,12 @@ class Watchdog:
         self._started = time.time() - 2
 
     def ended(self, rank: int | None, code: int) -> bool:
-        """Return whether a watchdog ended this rank, or some rank, whose process has this code."""
+        """Return whether a watchdog ended this rank.
+
+        Args:
+            rank: The rank. None: any rank.
+            code: The exit code of its process.
+        """
         if self.folder is None or code != -signal.SIGABRT:
             return False
         paths = (
@@ -239,9 +258,13 @@ class Watchdog:
         return any(path.exists() and path.stat().st_mtime >= self._started for path in paths)
 
     def grace_of(self, first: RankEnd) -> tuple[float, bool]:
-        """Return the seconds that the other ranks have after the first failure, and whether their stacks matter."""
+        """Return the seconds that the other ranks have after the first failure, and whether to show their stacks.
+
+        Args:
+            first: The first end of a rank.
+        """
         lost = first.code == LOST_PEERS
-        # Watchdogs of other ranks write their files meanwhile; who still runs after that hangs.
+        # Watchdogs of other ranks write their files meanwhile; a rank that still runs after that hangs.
         aborted = self.ended(None, first.code)
         return (_GRACE_AFTER_LOST_PEERS_SECONDS if lost else _GRACE_SECONDS), lost or aborted
 
@@ -283,11 +306,11 @@ def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog
 def _cause(
     ends: Sequence[RankEnd], lost_peers: Callable[[RankEnd], bool]
 ) -> tuple[RankEnd, bool]:
-    """Return the end that is the cause of the failure, and whether that rank hung, so that this launcher ended it.
+    """Return the end that caused the failure, and whether that rank hung, so that this launcher ended it.
 
     Args:
-        ends: of all ranks of this node, in their order.
-        lost_peers: whether a rank ended because of another one.
+        ends: The ends of all ranks of this node, in order.
+        lost_peers: Whether a rank ended because of another one.
     """
     failures = [end for end in ends if end.code != 0]
     first = failures[0]
@@ -306,10 +329,10 @@ def _cause(
 def _passing_signals_on(
     processes: RankProcesses, stop_signals: Sequence[signal.Signals]
 ) -> Iterator[list[int]]:
-    """Pass SIGTERM, SIGINT and these signals on to the ranks inside, and give the list of those passed on.
+    """Pass SIGTERM, SIGINT and these signals on to the ranks inside; yield the list of signals that were passed on.
 
-    SIGUSR1 is passed on as another one of them, because a rank shows its stacks at it. Without ranks a signal ends the
-    launcher by `Stopped`, and so does a signal that is not passed on.
+    SIGUSR1 is passed on as another signal of the list, because it makes a rank show its stacks. Without ranks a signal
+    ends the launcher by `Stopped`, and so does a signal that is not passed on.
     """
     received: list[int] = []
     others = [number for number in stop_signals if number != signal.SIGUSR1]

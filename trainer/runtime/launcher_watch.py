@@ -1,8 +1,8 @@
-"""A rank ends with its launcher, because without one nobody ends the rank when another rank fails.
+"""A rank ends with its launcher: without a launcher, nobody would end the rank when another rank fails.
 
-Ranks have sessions of their own, so they survive when the launcher is killed (`kill -9`, or no memory is left). A rank
-asks the kernel for a signal at its parent's death, on Linux. It also watches the launcher's process, which may not be
-the parent (a wrapper script stands between them), or may have ended before the rank could ask.
+Ranks have sessions of their own, so they survive when the launcher is killed (`kill -9`, or no memory is left). On
+Linux, a rank asks the kernel for a signal at its parent's death. It also watches the launcher's process. The launcher
+may not be the parent (a wrapper script stands between them), or may have ended before the rank could ask.
 """
 
 import ctypes
@@ -23,8 +23,12 @@ def launcher_of(
 ) -> tuple[int | None, list[str]]:
     """Return the process id of the launcher that started this rank, and the other arguments.
 
-    Our launcher passes `--launched-by PID` first; torchrun is the parent. None: this process has no launcher, and may
-    outlive its shell.
+    Our launcher passes `--launched-by PID` first; torchrun is the parent. None instead of an id: this process has no
+    launcher, and may outlive its shell.
+
+    Args:
+        arguments: The command line.
+        variables: Environment variables.
     """
     if arguments[:1] == ["--launched-by"]:
         return int(arguments[1]), arguments[2:]
@@ -34,7 +38,11 @@ def launcher_of(
 
 
 def end_with(launcher: int) -> None:
-    """Kill this process as soon as the process `launcher` has ended, or at once if it has ended already."""
+    """Kill this process as soon as the process `launcher` has ended, or at once if it has ended already.
+
+    Args:
+        launcher: Process id.
+    """
     if sys.platform == "linux" and os.getppid() == launcher:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     threading.Thread(
@@ -44,7 +52,7 @@ def end_with(launcher: int) -> None:
 
 def _watch(launcher: int) -> None:
     _wait_for_end(launcher)
-    # not in good order, because peers or the store may be gone too
+    # kill it, because peers or the store may be gone too
     os.kill(os.getpid(), signal.SIGKILL)
 
 

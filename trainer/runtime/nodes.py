@@ -18,9 +18,14 @@ _RANKS = ("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
 class Nodes:
     """The nodes of one job.
 
-    count: nodes of the job; rank: of this node; address, port: of the first node; job: the job's name, which
-    distinguishes two jobs at one address; names: the host names of all nodes in the order of their ranks, if known;
-    here: the name of this node.
+    Attributes:
+        count: Number of nodes.
+        rank: Rank of this node.
+        address: Address of the first node.
+        port: Port of the first node.
+        job: The job's name, which distinguishes two jobs at one address.
+        names: Host names of all nodes in the order of ranks, if known.
+        here: Name of this node.
     """
 
     count: int = 1
@@ -33,44 +38,48 @@ class Nodes:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str] = os.environ) -> "Nodes":
-        """Read NNODES, MASTER_ADDR, MASTER_PORT, RDZV_ID, NODE_NAMES, and the rank of this node if there are several.
+        """Return the nodes that NNODES, MASTER_ADDR, MASTER_PORT, RDZV_ID and NODE_NAMES describe.
 
-        The rank is NODE_RANK, GROUP_RANK or SLURM_NODEID. An empty variable counts as missing.
+        If there are several nodes, the rank of this node is NODE_RANK, GROUP_RANK or SLURM_NODEID. An empty variable
+        counts as missing.
+
+        Args:
+            variables: Environment variables.
 
         Raises:
-            ConfigError: a value is wrong, or several nodes have no MASTER_ADDR or rank.
+            ConfigError: A value is wrong, or several nodes have no MASTER_ADDR or rank.
         """
-        given = {name: value.strip() for name, value in variables.items() if value.strip()}
-        count = whole_number("NNODES", given.get("NNODES", "1"), such_as="NNODES=2")
+        values = {name: value.strip() for name, value in variables.items() if value.strip()}
+        count = whole_number("NNODES", values.get("NNODES", "1"), such_as="NNODES=2")
         port = whole_number(
-            "MASTER_PORT", given.get("MASTER_PORT", "29500"), such_as="MASTER_PORT=29500"
+            "MASTER_PORT", values.get("MASTER_PORT", "29500"), such_as="MASTER_PORT=29500"
         )
         if port > _HIGHEST_PORT:
             raise ConfigError(
                 f"MASTER_PORT = {port} must be at most {_HIGHEST_PORT}, such as MASTER_PORT=29500"
             )
-        if count > 1 and "MASTER_ADDR" not in given:
+        if count > 1 and "MASTER_ADDR" not in values:
             raise ConfigError(
                 f"NNODES = {count} needs MASTER_ADDR, the host name or IP address of the first node, the same on every "
                 f"node, such as MASTER_ADDR={socket.gethostname()} if this is the first node"
             )
-        address = given.get("MASTER_ADDR", "localhost")
+        address = values.get("MASTER_ADDR", "localhost")
         if not re.fullmatch(r"[\w.:-]+", address):
             raise ConfigError(
                 f"MASTER_ADDR = {address!r} must be one host name or IP address, such as MASTER_ADDR=node-a"
             )
         names = tuple(
-            name.strip() for name in given.get("NODE_NAMES", "").split(",") if name.strip()
+            name.strip() for name in values.get("NODE_NAMES", "").split(",") if name.strip()
         )
         if names and len(names) != count:
             raise ConfigError(
-                f"NODE_NAMES = {given['NODE_NAMES']!r} has {len(names)} names, but NNODES = {count}; name each "
+                f"NODE_NAMES = {values['NODE_NAMES']!r} has {len(names)} names, but NNODES = {count}; name each "
                 "node once"
             )
-        rank = _rank(given, count) if count > 1 else 0
+        rank = _rank(values, count) if count > 1 else 0
         # Slurm's own name of this node, if Slurm starts it
-        here = given.get("SLURMD_NODENAME", socket.gethostname())
-        return cls(count, rank, address, port, given.get("RDZV_ID", _DEFAULT_JOB), names, here)
+        here = values.get("SLURMD_NODENAME", socket.gethostname())
+        return cls(count, rank, address, port, values.get("RDZV_ID", _DEFAULT_JOB), names, here)
 
     @property
     def place(self) -> str:
@@ -88,20 +97,28 @@ class Nodes:
         return f"NNODES={self.count} MASTER_ADDR={self.address} MASTER_PORT={self.port}{job} and a NODE_RANK of its own"
 
     def named(self, rank: int) -> str:
-        """Return a node in words: its rank, with its name if that is known."""
+        """Return the rank of a node, with its name if that is known.
+
+        Args:
+            rank: Rank of the node.
+        """
         return f"{rank} ({self.names[rank]})" if self.names else str(rank)
 
     def check_address(self) -> None:
-        """Check that MASTER_ADDR is known here, and on the first node is of this machine; ConfigError otherwise."""
+        """Check that MASTER_ADDR is known here. On the first node it must be an address of this machine.
+
+        Raises:
+            ConfigError: It is not.
+        """
         try:
-            found = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ConfigError(
                 f"MASTER_ADDR = {self.address!r} is not known on {self.here} ({error.strerror}); give the "
                 "host name or IP address of the first node, the same on every node"
             ) from None
         if self.rank == 0 and not any(
-            _is_ours(family, address[0]) for family, _, _, _, address in found
+            _is_ours(family, address[0]) for family, _, _, _, address in addresses
         ):
             raise ConfigError(
                 f"MASTER_ADDR = {self.address!r} is no address of {self.here}, which has NODE_RANK = 0; "
@@ -109,18 +126,18 @@ class Nodes:
             )
 
 
-def _rank(given: Mapping[str, str], count: int) -> int:
-    name = next((name for name in _RANKS if name in given), None)
+def _rank(values: Mapping[str, str], count: int) -> int:
+    name = next((name for name in _RANKS if name in values), None)
     if name is None:
         raise ConfigError(
             f"NNODES = {count} needs NODE_RANK on each node (or {', '.join(_RANKS[1:])}): NODE_RANK=0 on the node of "
             f"MASTER_ADDR, up to NODE_RANK={count - 1}"
         )
-    if not re.fullmatch(r"[0-9]{1,9}", given[name]) or int(given[name]) >= count:
+    if not re.fullmatch(r"[0-9]{1,9}", values[name]) or int(values[name]) >= count:
         raise ConfigError(
-            f"{name} = {given[name]!r} must be a number from 0 to {count - 1}, because NNODES = {count}"
+            f"{name} = {values[name]!r} must be a number from 0 to {count - 1}, because NNODES = {count}"
         )
-    return int(given[name])
+    return int(values[name])
 
 
 def _is_ours(family: socket.AddressFamily, address: str) -> bool:
@@ -132,9 +149,13 @@ def _is_ours(family: socket.AddressFamily, address: str) -> bool:
 
 
 def ranks_of_each_node(variables: Mapping[str, str], world_size: int) -> int | None:
-    """Return the ranks on one node, as the launcher's variables say; None if they do not, or nodes have other numbers.
+    """Return the ranks per node, by the launcher's variables. None without them, or if nodes differ.
 
-    Every rank returns the same: by this number all of them choose how attention is spread.
+    Every rank returns the same number: all ranks use it to choose how attention is spread.
+
+    Args:
+        variables: Environment variables.
+        world_size: Number of all ranks.
     """
     here, nodes = (variables.get(name, "") for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
     is_equal = here.isdecimal() and nodes.isdecimal() and int(here) * int(nodes) == world_size
@@ -142,7 +163,16 @@ def ranks_of_each_node(variables: Mapping[str, str], world_size: int) -> int | N
 
 
 def whole_number(name: str, text: str, *, such_as: str) -> int:
-    """Return the number from 1 up that `text` spells; ConfigError if it spells none."""
+    """Return the number from 1 up that `text` spells.
+
+    Args:
+        name: Name of the setting, for the message.
+        text: The text.
+        such_as: An example, for the message.
+
+    Raises:
+        ConfigError: The text spells no such number.
+    """
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
         raise ConfigError(
             f"{name} = {text!r} must be a whole number from 1 up, such as {such_as}"

@@ -16,27 +16,39 @@ _STDOUT, _STDERR = 1, 2
 class LastingOutput(io.RawIOBase):
     """A file descriptor whose reader may go away: from then on the descriptor is the null device.
 
-    is_log: the text only reports on work, whose result is elsewhere. Then every text that cannot be written is dropped,
-    on a full disk too, and the first such text of standard output is told on standard error.
+    Args:
+        descriptor: The file descriptor.
+        is_log: The text only reports on work, whose result is elsewhere. Then any text that cannot be written is
+            dropped, also on a full disk, and standard error reports the first dropped text of standard output.
     """
 
     def __init__(self, descriptor: int, *, is_log: bool) -> None:
         super().__init__()
         self._descriptor = descriptor
         self._is_log = is_log
-        self._told = False
+        self._reported = False
 
     def fileno(self) -> int:
+        """Return the descriptor."""
         return self._descriptor
 
     def isatty(self) -> bool:
+        """Return whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     def write(self, data: "bytes | memoryview") -> int:
-        """Write everything, or drop what is left; return the length of the data."""
+        """Write everything, or drop the remaining bytes.
+
+        Args:
+            data: The bytes.
+
+        Returns:
+            The length of the data.
+        """
         left = memoryview(data).cast("B")
         length = len(left)
         try:
@@ -58,18 +70,21 @@ class LastingOutput(io.RawIOBase):
     def _drop(self, error: OSError) -> None:
         if isinstance(error, BrokenPipeError):
             _to_null_device(self._descriptor)  # for native code that writes there too
-        if self._is_log and not self._told and self._descriptor != _STDERR:
+        if self._is_log and not self._reported and self._descriptor != _STDERR:
             line = f"note: standard output cannot be written ({error.strerror}): the work goes on without it\n"
             with suppress(OSError):
                 os.write(_STDERR, line.encode())
-        self._told = True
+        self._reported = True
 
 
 def outlast_readers(*, buffered: bool, is_log: bool) -> None:
     """Replace the output streams of this process, see `LastingOutput`. A closed descriptor becomes the null device.
 
-    buffered: write whole lines; otherwise each piece of text at once, as `python -u` does. Streams without a
-    descriptor, such as a test's, stay.
+    Streams without a descriptor, for example of a test, stay.
+
+    Args:
+        buffered: Write whole lines; otherwise each piece of text at once, as `python -u` does.
+        is_log: See `LastingOutput`.
     """
     sys.stdout = _lasting(sys.stdout, _STDOUT, buffered=buffered, is_log=is_log)
     sys.stderr = _lasting(sys.stderr, _STDERR, buffered=buffered, is_log=True)
@@ -77,7 +92,14 @@ def outlast_readers(*, buffered: bool, is_log: bool) -> None:
 
 @contextmanager
 def outlasting_readers(*, is_log: bool) -> Iterator[None]:
-    """Replace the output streams inside, see `outlast_readers`; they write whole lines."""
+    """Replace the output streams inside, see `outlast_readers`; they write whole lines.
+
+    Args:
+        is_log: See `LastingOutput`.
+
+    Yields:
+        None.
+    """
     before = sys.stdout, sys.stderr
     outlast_readers(buffered=True, is_log=is_log)
     try:

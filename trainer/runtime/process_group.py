@@ -33,6 +33,11 @@ class Process:
 
     @classmethod
     def from_environment(cls, wanted_device: str = "auto") -> "Process":
+        """Return the process that torchrun's variables describe.
+
+        Args:
+            wanted_device: `job.device`.
+        """
         defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1}
         return cls(
             *(int(os.environ.get(name, default)) for name, default in defaults.items()),
@@ -41,7 +46,7 @@ class Process:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU where one is visible, else the CPU; ConfigError if `job.device` asks for one that is not."""
+        """This rank's GPU if one is visible, else the CPU; ConfigError if `job.device` asks for an invisible GPU."""
         if self.wanted_device == "cpu":
             return torch.device("cpu")
         if not torch.cuda.is_available():
@@ -67,9 +72,13 @@ class Process:
 def backend_settings(device: torch.device, *, cpu_tensors: bool) -> dict[str, object]:
     """Return `backend` and `device_id` of the job's process group; all groups of a mesh inherit them.
 
-    NCCL alone on GPUs: with gloo beside it, each group of each rank would open sockets that nobody uses. The device
-    lets NCCL connect at once, and split groups off instead of connecting each again. cpu_tensors: with offloaded
-    parameters, gradients may be reduced in host memory, which takes both backends; PyTorch cannot split off these.
+    On GPUs NCCL is alone: with gloo in addition, each group of each rank would open sockets that nobody uses. With the
+    device, NCCL connects at once, and splits groups off instead of connecting each again.
+
+    Args:
+        device: The device of this rank.
+        cpu_tensors: With offloaded parameters, gradients may be reduced in host memory. This needs both back ends, and
+            PyTorch cannot split groups off them.
     """
     if device.type != "cuda":
         return {"backend": "gloo"}
@@ -91,10 +100,18 @@ def process_group(
 ):
     """Start the process group of the whole job (gloo on CPUs, NCCL on GPUs), and destroy it at the exit.
 
-    store: where the ranks meet; by default the store that the launcher's variables name. cpu_tensors: whether a job on
-    GPUs also reduces tensors in host memory.
-    When a collective fails, the last collectives of this rank are written to rank_R in the folder `records` (by default
-    a temporary one), and the path is logged. NCCL's watchdog writes there at a time-out, too.
+    When a collective fails, the last collectives of this rank are written to rank_R in the folder `records`, and the
+    path is logged. NCCL's watchdog writes there at a time-out, too.
+
+    Args:
+        process: This process.
+        comm: Table `[comm]`.
+        records: Folder of the records. None: a temporary one.
+        store: Where the ranks meet; by default the store of the launcher's variables.
+        cpu_tensors: Whether a job on GPUs also reduces tensors in host memory.
+
+    Yields:
+        None.
     """
     device = process.device
     _set_up_flight_recorder(comm.trace_buf_size, records if device.type == "cuda" else None)
@@ -124,7 +141,7 @@ def process_group(
 
 @contextmanager
 def _time_out_inherited(device: torch.device) -> Iterator[None]:
-    """Let a group that is made without a time-out take the one that the job's group has then.
+    """Let a group that is made without a time-out take the current time-out of the job's group.
 
     PyTorch's default is half an hour, also where it makes groups itself (DeviceMesh), and the first wait in a new group
     comes before its time-out can be set.
@@ -140,24 +157,38 @@ def _time_out_inherited(device: torch.device) -> Iterator[None]:
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Return whether a collective failed because another rank is gone or late: the cause is elsewhere."""
+    """Return whether a collective failed because another rank is gone or late: the cause is elsewhere.
+
+    Args:
+        error: The error.
+    """
     return isinstance(
         error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError
     ) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
-def set_timeout(seconds: float, *, but_for: dist.ProcessGroup | None = None) -> None:
-    """Set the time-out of every process group except `but_for`: the first step is slower than all others."""
+def set_timeout(seconds: float, *, except_group: dist.ProcessGroup | None = None) -> None:
+    """Set the time-out of every process group: the first step is slower than all others.
+
+    Args:
+        seconds: The time-out.
+        except_group: A group that keeps its time-out.
+    """
     # CUDA work still in flight would be judged by the new time-out.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group, (backend, _) in list(_world.pg_map.items()):
-        if group is not but_for and backend != "fake":  # one rank, which waits for nobody
+        if group is not except_group and backend != "fake":  # one rank, which waits for nobody
             set_group_timeout(group, timedelta(seconds=seconds))
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the time-out of one process group."""
+    """Set the time-out of one process group.
+
+    Args:
+        group: The group.
+        timeout: The time-out.
+    """
     # public since torch 2.14
     set_timeout_of = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout_of(timeout, group)

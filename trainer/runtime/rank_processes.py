@@ -1,11 +1,11 @@
-"""The processes of the ranks of one node: started, looked at, sent signals, and killed when one of them fails.
+"""The processes of the ranks of one node: started, watched, sent signals, and killed when one of them fails.
 
 A rank is a fresh Python process, or a fork of the launcher, which has then imported PyTorch once for all ranks:
 
     fresh    launcher -> python -m MODULE --launched-by PID ARGUMENTS   (each rank imports PyTorch)
     forked   launcher imports PyTorch and MODULE -> fork -> MODULE.rank_process() with the same words in sys.argv
 
-Torch-free. The launcher (`runtime/launch.py`) is the only caller. Nothing here decides why a job failed.
+Torch-free. The launcher (`runtime/launch.py`) is the only caller. This module never decides why a job failed.
 """
 
 import math
@@ -41,15 +41,21 @@ _POLL_SECONDS = 0.05
 
 
 def flight_record(rank: int | str) -> str:
-    """Return the name of the file of a rank's last collectives; NCCL's watchdog appends the rank itself."""
+    """Return the name of the file of a rank's last collectives; NCCL's watchdog appends the rank itself.
+
+    Args:
+        rank: The rank, or "" or a pattern.
+    """
     return f"rank_{rank}"
 
 
 @dataclass(frozen=True)
 class RankProgram:
-    """What every rank runs.
+    """The program of every rank.
 
-    module: has `rank_process() -> int`, which reads sys.argv, and calls it as `__main__`; arguments: its words.
+    Attributes:
+        module: Has `rank_process() -> int`, which reads sys.argv, and calls it as `__main__`.
+        arguments: The arguments of the program.
     """
 
     module: str
@@ -95,23 +101,27 @@ class RankProcesses:
         """Start a process for each rank.
 
         Args:
-            program: what each rank runs.
-            variables: rank -> the environment variables that it gets beside the launcher's.
-            forked: whether ranks are forks of this process, see `can_fork`.
+            program: The program of each rank.
+            variables: Rank -> environment variables that it gets in addition to the launcher's.
+            forked: Whether ranks are forks of this process, see `can_fork`.
         """
         begin = _forked if forked else _fresh
         for rank, own in variables.items():
             self._processes[rank] = begin(program, own)
 
     def look(self) -> None:
-        """Note which ranks have ended since the last look."""
+        """Record which ranks have ended since the last call."""
         for rank in self.running:
             code = self._processes[rank].poll()
             if code is not None:
                 self.ends.append(RankEnd(rank, code))
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to every rank that still runs."""
+        """Send a signal to every rank that still runs.
+
+        Args:
+            number: The signal.
+        """
         for rank in self.running:
             with suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, number)
@@ -119,14 +129,17 @@ class RankProcesses:
     def wait(
         self, grace_of: Callable[[RankEnd], tuple[float, bool]], end_seconds: float = math.inf
     ) -> None:
-        """Wait for the end of all ranks. When one has failed, ask the others to end, and kill who still runs later.
+        """Wait for the end of all ranks.
+
+        When one has failed, ask the others to end, and later kill the ranks that still run.
 
         Args:
-            grace_of: first failure -> the seconds that the others have, and whether to show the stacks of those that
-                are killed.
-            end_seconds: time after the first end with code 0 in which all other ranks must end.
+            grace_of: From the first failure to the seconds that the others have, and whether to show the stacks of
+                killed ranks.
+            end_seconds: Time after the first end with code 0 in which all other ranks must end.
         """
-        deadline, shows_stacks = None, False
+        deadline = None
+        shows_stacks = False
         first_end = None
         while self.running:
             time.sleep(_POLL_SECONDS)
@@ -148,7 +161,12 @@ class RankProcesses:
                 self.kill(show_stacks=shows_stacks)
 
     def end_by(self, number: signal.Signals, seconds: float) -> None:
-        """Send a signal to all ranks, and kill those that still run some seconds later."""
+        """Send a signal to all ranks, and kill the ranks that still run some seconds later.
+
+        Args:
+            number: The signal.
+            seconds: The time.
+        """
         self.send(number)
         deadline = time.monotonic() + seconds
         while self.running and time.monotonic() < deadline:
@@ -157,7 +175,11 @@ class RankProcesses:
         self.kill(show_stacks=False)
 
     def kill(self, *, show_stacks: bool) -> None:
-        """Kill the ranks that still run. show_stacks: SIGUSR1 first, at which a rank prints what its threads do."""
+        """Kill the ranks that still run.
+
+        Args:
+            show_stacks: First send SIGUSR1, at which a rank prints the stacks of its threads.
+        """
         self.look()
         if show_stacks and self.running:
             self.send(signal.SIGUSR1)
@@ -171,9 +193,8 @@ class RankProcesses:
 def can_fork() -> bool:
     """Return whether ranks may be forks of this process.
 
-    A fork has the thread that forks and no other one, so that locks of other threads stay locked for ever; and CUDA
-    cannot be used in a fork of a process that has used it. Packages of a user, which are imported already, may have
-    done either.
+    A fork has only the thread that forks, so locks of other threads stay locked for ever. CUDA cannot be used in a fork
+    of a process that has used it. Packages of a user, which are imported already, may have started threads or CUDA.
     """
     return sys.platform == "linux" and threading.active_count() == 1 and not _uses_cuda()
 
@@ -212,9 +233,8 @@ def _forked(program: RankProgram, variables: Mapping[str, str]) -> _Fork:
     words = program.words
     sys.stdout.flush()
     sys.stderr.flush()
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, LAUNCHER_SIGNALS
-    )  # in the rank they are the launcher's until it has set its own
+    # in the rank, the handlers are the launcher's until the rank has set its own
+    signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
     pid = os.fork()
     if pid == 0:
         _be_rank(program.module, words, variables)

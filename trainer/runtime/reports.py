@@ -20,18 +20,21 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _LOST = "lost its peers"
 _CAUSE_LENGTH = 200
 _PATIENCE_SECONDS = 5.0  # of a rank that lost its peers, for their reports
-_AROUND = ("rank.py", "process_group.py")  # what every rank runs around its work
+_AROUND = ("rank.py", "process_group.py")  # files that every rank runs around its work
 _TIMED_OUT = re.compile(r"(?:Timed out waiting|timeout after) (\d+)ms")
 
 
 class Reports:
     """The store of the job, which the process group uses too, and the reports that ranks write there at their end.
 
-    DistError if the store cannot be reached within `comm.init_timeout_seconds`.
+    Args:
+        process: This process.
+        comm: Table `[comm]`; DistError if the store cannot be reached within `init_timeout_seconds`.
     """
 
     def __init__(self, process: Process, comm: Comm) -> None:
-        self.process, self.comm = process, comm
+        self.process = process
+        self.comm = comm
         self.store: dist.Store = dist.HashStore()  # alone: no port is taken
         if process.world_size > 1:
             timeout = timedelta(seconds=comm.init_timeout_seconds)
@@ -41,22 +44,30 @@ class Reports:
         self._reports = dist.PrefixStore("reports", self.store)
 
     def failed(self, error: BaseException) -> None:
-        """Report that this rank has failed by itself."""
+        """Report that this rank has failed by itself.
+
+        Args:
+            error: The error.
+        """
         cause = "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
         self._exchange(f"failed ({cause[:_CAUSE_LENGTH]})", patience_seconds=0)
 
     def lost(self, error: Exception) -> str | None:
-        """Report that this rank lost its peers by `error`, read their reports, and return one line for the user.
+        """Report that this rank lost its peers, read their reports, and return one line for the user.
 
-        None: a lower rank lost its peers, too, and prints the line.
+        Args:
+            error: The error of the collective.
+
+        Returns:
+            The line. None if a lower rank also lost its peers: that rank prints the line.
         """
         reports = self._exchange(_LOST, _PATIENCE_SECONDS)
-        mine = self.process.rank
+        own_rank = self.process.rank
         place = _place(error)
         if not reports:
             reason = str(error).partition("\n")[0]
-            return f"rank {mine} lost its peers {place}, and the store of the job too: {reason}"
-        if mine != min(rank for rank, how in reports.items() if how == _LOST):
+            return f"rank {own_rank} lost its peers {place}, and the store of the job too: {reason}"
+        if own_rank != min(rank for rank, how in reports.items() if how == _LOST):
             return None
         causes = [f"rank {rank} {how}" for rank, how in reports.items() if how != _LOST]
         silent = [rank for rank in range(self.process.world_size) if rank not in reports]
@@ -64,15 +75,15 @@ class Reports:
             limit = self._limit(error)
             how = f"did not answer within {limit}" if limit else "went away without a word"
             causes = [f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} {how}"]
-        return f"{'; '.join(causes) or 'a connection was lost'}; rank {mine} waited {place}"
+        return f"{'; '.join(causes) or 'a connection was lost'}; rank {own_rank} waited {place}"
 
     def _limit(self, error: Exception) -> str | None:
         """Return the time-out that has passed; None if the error is no time-out."""
-        found = _TIMED_OUT.search(str(error))
-        if found is None:
+        match = _TIMED_OUT.search(str(error))
+        if match is None:
             return None
-        seconds = int(found[1]) / 1000
-        # If several have this value, the likeliest is named: most of a run is training.
+        seconds = int(match[1]) / 1000
+        # If several settings have this value, the likeliest is named: most of a run is training.
         order = ("checkpoint", "init", "train")
         names = [
             name for name in order if getattr(self.comm, f"{name}_timeout_seconds") == seconds
@@ -104,7 +115,7 @@ class Reports:
                 (int(rank), text) for rank, _, text in (line.partition(" ") for line in lines)
             )
 
-        # The store has no time-out of its own for a machine that no longer answers.
+        # The store has no time-out for a machine that no longer answers.
         talker = threading.Thread(target=talk, daemon=True)
         talker.start()
         talker.join(patience_seconds + 2)
@@ -112,7 +123,10 @@ class Reports:
 
 
 def _place(error: Exception) -> str:
-    """Return where in this package it happened: functions from the outside in, then file, line and text of the last."""
+    """Return where in this package the error happened.
+
+    The text has functions from the outside in, then file, line and text of the last function.
+    """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -22,7 +22,11 @@ _SHOWS_STACKS = signal.SIGUSR1  # in a rank, see commands/rank.py
 
 
 class Stopped(Exception):
-    """A signal ends this process, which has no ranks to pass it on to, or which passes that signal on to none."""
+    """A signal ends this process, because it has no ranks to pass the signal on to, or does not pass on this signal.
+
+    Args:
+        number: The signal.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -30,13 +34,25 @@ class Stopped(Exception):
 
 
 def ends_by(number: int, _: FrameType | None) -> None:
-    """Raise `Stopped`: a handler of signals."""
+    """Raise `Stopped`: a handler of signals.
+
+    Args:
+        number: The signal.
+        _: Not used.
+    """
     raise Stopped(number)
 
 
 @contextmanager
 def handled_by(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
-    """Set handlers of signals inside. A signal that is ignored, as SIGHUP is under nohup, stays ignored."""
+    """Set handlers of signals inside. An ignored signal, for example SIGHUP under nohup, stays ignored.
+
+    Args:
+        handlers: Handler of each signal.
+
+    Yields:
+        None.
+    """
     handled = {
         number: how
         for number, how in handlers.items()
@@ -51,7 +67,11 @@ def handled_by(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
 
 
 def rank_signals(names: Sequence[str]) -> tuple[signal.Signals, ...]:
-    """Return the signals of `job.stop_signals` at which a rank stops: SIGUSR1 shows its stacks."""
+    """Return the signals of `job.stop_signals` at which a rank stops. SIGUSR1 is left out: it shows the rank's stacks.
+
+    Args:
+        names: Names of signals.
+    """
     return tuple(
         number
         for name in dict.fromkeys(names)
@@ -65,9 +85,12 @@ class Stop:
     A second signal, or the end of `timeout_seconds` after the first, ends the process at once with 128 + the signal's
     number. The exit restores the handlers. In another thread than the main thread the context does nothing.
 
-    signals: names, as in `job.stop_signals`; SIGUSR1 is left to `commands/rank.py`, and SIGHUP stays ignored if it is
-    (nohup). max_minutes: time after which `reason` stops the run, too. prints: whether this rank reports the first
-    signal and the time-out.
+    Args:
+        timeout_seconds: Time after the first signal.
+        signals: Names, as in `job.stop_signals`. SIGUSR1 is left to `commands/rank.py`, and an ignored SIGHUP (nohup)
+            stays ignored.
+        max_minutes: Time after which `reason` stops the run, too.
+        prints: Whether this rank reports the first signal and the time-out.
     """
 
     def __init__(
@@ -95,7 +118,11 @@ class Stop:
         return [float(over), *(float(self.signal == number) for number in self.signals)]
 
     def reason(self, votes: Sequence[float]) -> str | None:
-        """Return why all ranks stop after this step, by the votes of all of them; None if they continue."""
+        """Return why all ranks stop after this step. None if they continue.
+
+        Args:
+            votes: Sums of the votes of all ranks.
+        """
         over, *signals = votes
         for number, asked in zip(self.signals, signals, strict=True):
             if asked:

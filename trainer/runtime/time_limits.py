@@ -1,7 +1,7 @@
-"""How long collectives of training may take: as the configuration says, or three times a step where steps are longer.
+"""How long collectives of training may take: as configured, or three times a step if steps are longer.
 
 NCCL counts the time of a collective from its launch, when attention kernels of minutes may still run before it. So a
-fixed time-out ends healthy runs of long sequences. A limit follows from the steps, the same on all ranks:
+fixed time-out would end healthy runs of long sequences. A limit follows from the steps, the same on all ranks:
 
     until the first step is done   comm.init_timeout_seconds,  or 3 x the predicted step
     until the second one is done   comm.train_timeout_seconds, or 3 x the longer of prediction and first step
@@ -35,9 +35,11 @@ class TimeLimits:
     def __init__(
         self, comm: Comm, highest: Callable[[float], float], apply: Callable[[float], None]
     ) -> None:
-        self._comm, self._highest, self._apply = comm, highest, apply
+        self._comm = comm
+        self._highest = highest
+        self._apply = apply
         self.seconds: float = comm.init_timeout_seconds
-        """The time-out that is in force."""
+        """The current time-out, in seconds."""
         self._first: float = comm.init_timeout_seconds
         self._least: float = comm.train_timeout_seconds
         self._longest = 0.0
@@ -46,16 +48,24 @@ class TimeLimits:
         self._started = time.monotonic()
 
     def start(self, predicted: float) -> None:
-        """Set the limit of the first step. A collective. predicted: seconds of a step, 0.0 if nothing is known."""
-        of_prediction = STEPS_OF_A_LIMIT * self._highest(predicted)
-        self._first = max(self._comm.init_timeout_seconds, of_prediction)
-        self._least = max(self._comm.train_timeout_seconds, of_prediction)
+        """Set the limit of the first step. A collective.
+
+        Args:
+            predicted: Seconds of a step, 0.0 if nothing is known.
+        """
+        predicted_limit = STEPS_OF_A_LIMIT * self._highest(predicted)
+        self._first = max(self._comm.init_timeout_seconds, predicted_limit)
+        self._least = max(self._comm.train_timeout_seconds, predicted_limit)
         self._set(self._first, "the predicted step")
         self._started = time.monotonic()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time spent inside, in a validation or a save, out of the steps."""
+        """Leave the time spent inside, in a validation or a save, out of the steps.
+
+        Yields:
+            None.
+        """
         before = time.monotonic()
         yield
         self._started += time.monotonic() - before
@@ -65,7 +75,11 @@ class TimeLimits:
         return float(2 * self._longest > self.seconds)
 
     def step_was_read(self, asked: bool) -> None:
-        """Note that the totals of a step have arrived. asked: whether a rank has voted for a higher limit."""
+        """Record that the totals of a step have arrived.
+
+        Args:
+            asked: Whether a rank has voted for a higher limit.
+        """
         now = time.monotonic()
         seconds = now - self._started
         self._started = now
@@ -75,7 +89,7 @@ class TimeLimits:
         self._is_due = starting or asked
 
     def settle(self) -> None:
-        """Set the limit again, if that is due. A collective then, and due on all ranks after the same step."""
+        """Set the limit again, if that is due; then it is a collective. It is due on all ranks after the same step."""
         if self._is_due:
             self._is_due = False
             self._longest = self._highest(self._longest)
@@ -83,25 +97,34 @@ class TimeLimits:
 
     @contextmanager
     def while_compiling(self) -> Iterator[None]:
-        """Allow as much time inside as before the end of the first step."""
+        """Allow the time of the first step inside.
+
+        Yields:
+            None.
+        """
         before = self.seconds
         self._set(max(self._first, before), "the predicted step")
         yield
         self._set(before, "the longest step")
 
-    def _set(self, seconds: float, what: str) -> None:
+    def _set(self, seconds: float, basis: str) -> None:
         if seconds == self.seconds:
             return
         self._apply(seconds)
         if seconds > self.seconds:
             logger.info(
-                f"collectives may take {seconds:,.0f} s, {STEPS_OF_A_LIMIT} times {what}"
+                f"collectives may take {seconds:,.0f} s, {STEPS_OF_A_LIMIT} times {basis}"
             )
         self.seconds = seconds
 
 
 def limits_raised(comm: Comm, step_seconds: float) -> str:
-    """Return a sentence if configured time-outs are too short for a predicted step, else an empty text."""
+    """Return a sentence if configured time-outs are too short for a predicted step, else an empty text.
+
+    Args:
+        comm: Table `[comm]`.
+        step_seconds: Predicted seconds of a step.
+    """
     needed = STEPS_OF_A_LIMIT * step_seconds
     settings = {
         name: getattr(comm, name) for name in ("init_timeout_seconds", "train_timeout_seconds")

@@ -1,4 +1,4 @@
-"""The checkpoint folder: steps are published, kept, found, and checked whether they fit the run. Torch-free.
+"""The checkpoint folder: steps are published, kept, found, and compared with the run. Torch-free.
 
     checkpoint/
       step-500/            one checkpoint; the name appears by a rename, when everything in it is on the disk
@@ -9,7 +9,7 @@
       best.json            the step with the lowest validation loss, and that loss, if it is kept
       step-1000.tmp/       being written, or left by a run that was killed while saving: never read, removed later
 
-A folder in a remote store has the same files, but for step-N.tmp: see `store.py`.
+A folder in a remote store has the same files, but no step-N.tmp: see `remote_store.py`.
 Other names, and folders step-N without a state.json, belong to somebody else: never read, never removed.
 """
 
@@ -21,14 +21,22 @@ from trainer.config.loader import RUN_FILE
 from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.families.args import ModelArgs
+from trainer.stores.addresses import store_of
 from trainer.stores.state import RunState, check_same_model, parse_state, states_of
-from trainer.stores.store import STATE_FILE, Store, reason_of, store_of
+from trainer.stores.store import STATE_FILE, Store, reason_of
 
 LATEST = -1
 
 
 def checkpoint_folder(config: JobConfig) -> Store:
-    """Return the folder of all checkpoints of a run; ConfigError if its store cannot be opened."""
+    """Return the folder of all checkpoints of a run.
+
+    Args:
+        config: The configuration.
+
+    Raises:
+        ConfigError: Its store cannot be opened.
+    """
     folder = config.checkpoint.folder
     return store_of(
         "checkpoint.folder",
@@ -37,11 +45,14 @@ def checkpoint_folder(config: JobConfig) -> Store:
 
 
 def step_to_load(config: JobConfig) -> int | None:
-    """Return the step to resume from; None: start from the beginning.
+    """Return the step to resume from. None: start from the beginning.
+
+    Args:
+        config: The configuration.
 
     Raises:
-        ConfigError: the folder cannot be read, or `checkpoint.load_step` is not there.
-        MissingFile: the folder is in a store that does not answer from here.
+        ConfigError: The folder cannot be read, or `checkpoint.load_step` is missing.
+        MissingFile: The folder is in a store that does not answer from here.
     """
     folder = checkpoint_folder(config)
     wanted = config.checkpoint.load_step
@@ -70,10 +81,14 @@ def step_to_load(config: JobConfig) -> int | None:
 
 
 def read_state(folder: Store, step: int) -> RunState:
-    """Return the state of a saved step, and check that all its files are there in full length.
+    """Return the state of a saved step, and check that all its files exist in full length.
+
+    Args:
+        folder: The folder of checkpoints.
+        step: Number of the step.
 
     Raises:
-        ConfigError: the state is unreadable or of another format, or a file is missing or cut short.
+        ConfigError: The state is unreadable or of another format, or a file is missing or cut short.
     """
     try:
         sizes = folder.sizes(step)
@@ -89,10 +104,14 @@ def read_state(folder: Store, step: int) -> RunState:
 
 
 def saved_configuration(folder: Store, step: int) -> bytes | None:
-    """Return the configuration that a saved step has, as TOML; None of an older checkpoint.
+    """Return the configuration of a saved step, as TOML. None for an older checkpoint.
+
+    Args:
+        folder: The folder of checkpoints.
+        step: Number of the step.
 
     Raises:
-        ConfigError: it cannot be read, or is damaged.
+        ConfigError: It cannot be read, or is damaged.
     """
     state = read_state(folder, step)
     if RUN_FILE not in state.files:
@@ -107,7 +126,13 @@ def saved_configuration(folder: Store, step: int) -> bytes | None:
 
 
 def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigError:
-    """Return the error for a checkpoint that cannot be loaded."""
+    """Return the error for a checkpoint that cannot be loaded.
+
+    Args:
+        folder: The folder of checkpoints.
+        step: Number of the step.
+        error: The cause.
+    """
     reason = (error if isinstance(error, str) else first_line(error)).removesuffix(".")
     if isinstance(error, OSError):
         reason = f"{Path(error.filename).name}: " * isinstance(error.filename, str) + reason_of(
@@ -130,8 +155,13 @@ def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigEr
 def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     """Check that this run can resume from `state`.
 
+    Args:
+        state: The state of a saved step.
+        config: The configuration.
+        model: The arguments of the model.
+
     Raises:
-        ConfigError: another model, data type, seed or number of data streams, or no optimizer for the steps to come.
+        ConfigError: Another model, data type, seed or number of data streams, or no optimizer for the coming steps.
     """
     path = checkpoint_folder(config).step(state.step)
     elsewhere = "or start from step 0 in another checkpoint.folder"
@@ -162,7 +192,7 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
         ("data_streams", config.training.data_streams),
     ):
         saved = first.get(key)
-        # None: the number of streams is that of the checkpoint
+        # None: use the checkpoint's number of streams
         if now is not None and saved != now:
             raise ConfigError(
                 f"training.{key} = {now} is not the {saved} of the checkpoint {path}, whose positions would mean other "

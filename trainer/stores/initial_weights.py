@@ -1,4 +1,4 @@
-"""Checks of the weights from which a run starts, before it starts. Torch-free."""
+"""Checks of the weights from which a run starts, before the run starts. Torch-free."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -8,9 +8,10 @@ from trainer.config.schema import JobConfig, LoRA
 from trainer.families.args import ModelArgs
 from trainer.families.registry import ModelFolder, hf_config, opened_at
 from trainer.hugging_face.config_json import CONFIG_FILE
+from trainer.stores.addresses import named_step, saved_step
 from trainer.stores.folder import read_state, step_to_load
 from trainer.stores.state import check_same_model
-from trainer.stores.store import STATE_FILE, named_step, saved_step
+from trainer.stores.store import STATE_FILE
 
 _KEY = "checkpoint.initial_load_path"
 
@@ -18,60 +19,59 @@ _KEY = "checkpoint.initial_load_path"
 def check_initial_weights(
     config: JobConfig, model: ModelArgs, opened: ModelFolder | None = None
 ) -> None:
-    """Check that the weights in `checkpoint.initial_load_path` are there and of this model.
+    """Check that the weights in `checkpoint.initial_load_path` exist and belong to this model.
 
-    opened: see `opened_at`.
+    Args:
+        config: The configuration.
+        model: The arguments of the model.
+        opened: See `opened_at`.
 
     Raises:
-        ConfigError: they are damaged, of another model, or neither a Hugging Face folder nor a checkpoint.
-        MissingFile: nothing is there.
+        ConfigError: They are damaged, of another model, or neither a Hugging Face folder nor a checkpoint.
+        MissingFile: The path does not exist.
     """
-    given = config.checkpoint.initial_load_path
-    if given is None:
+    address = config.checkpoint.initial_load_path
+    if address is None:
         return
     if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
-        return  # a run with checkpoints resumes from them; those of adapters hold nothing else
-    path = Path(given)
-    step = saved_step(_KEY, given)
+        return  # a run with checkpoints resumes from them; only checkpoints of adapters need the weights, too
+    path = Path(address)
+    step = saved_step(_KEY, address)
     if step is None and not path.is_dir():
         raise MissingFile(
-            f"{_KEY} = {given!r} is no folder here, and no checkpoint in a store; name a folder with weights (for a "
+            f"{_KEY} = {address!r} is no folder here, and no checkpoint in a store; name a folder with weights (for a "
             "finished run, in its config.toml)"
         )
     if not config.checkpoint.initial_load_model_only:
-        _check_branch(config, given, step)
+        _check_branch(config, address, step)
     if step is not None:
-        state = read_state(named_step(_KEY, given)[0], step)
+        state = read_state(named_step(_KEY, address)[0], step)
         if state.model.get("lora.rank"):
             raise ConfigError(
-                f"{_KEY} = {given!r} holds adapters only; merge them into a Hugging Face folder with lct convert "
+                f"{_KEY} = {address!r} holds adapters only; merge them into a Hugging Face folder with lct convert "
                 "to-hf, and name that"
             )
-        check_same_model(
-            state,
-            replace(config, lora=LoRA()),
-            model,
-            given,
-            remedy="take that model",
-            dtype=False,
-        )
+        plain = replace(config, lora=LoRA())
+        remedy = "take that model"
+        check_same_model(state, plain, model, address, remedy=remedy, dtype=False)
         return
     folder = opened_at(path, opened)
     if folder.has_config:
         _check_hf(config, model, folder)
-        _ = folder.tensors  # all files are there, and whole
+        _ = folder.tensors  # checks that all files are there, and whole
     else:
         raise ConfigError(
-            f"{_KEY} = {given!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a {STATE_FILE} of a "
-            "checkpoint; name a Hugging Face folder on this machine, or a folder step-N of a run's checkpoints"
+            f"{_KEY} = {address!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a {STATE_FILE} of a "
+            "checkpoint. Name a Hugging Face folder on this machine, or a folder step-N of "
+            "a run's checkpoints"
         )
 
 
-def _check_branch(config: JobConfig, given: str, step: int | None) -> None:
+def _check_branch(config: JobConfig, address: str, step: int | None) -> None:
     key = "checkpoint.initial_load_model_only = false"
     if step is None:
         raise ConfigError(
-            f"{key} continues another run, and {_KEY} = {given!r} holds weights alone; name a "
+            f"{key} continues another run, and {_KEY} = {address!r} holds weights alone; name a "
             "folder step-N of a run's checkpoints, or leave the key out"
         )
     if config.lora.rank:
@@ -81,7 +81,7 @@ def _check_branch(config: JobConfig, given: str, step: int | None) -> None:
 
 
 def _check_hf(config: JobConfig, model: ModelArgs, folder: ModelFolder) -> None:
-    """Check that the model is that of `config.json`, but for what table [model] changes."""
+    """Check that the model is the model of `config.json`, except for the changes of table [model]."""
     family = hf_config(config.model.name)
     family.check_start(model)
     args = family.read(folder.entries)

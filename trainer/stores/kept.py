@@ -9,7 +9,14 @@ BEST_FILE = "best.json"
 
 
 def best_saved(folder: Store) -> tuple[int, float] | None:
-    """Return step and validation loss of the best checkpoint, None if none is; OSError if it cannot be read."""
+    """Return step and validation loss of the best checkpoint. None if there is none.
+
+    Args:
+        folder: The folder of checkpoints.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     try:
         best = json.loads(folder.read(folder.path / BEST_FILE).decode())
         step = int(best["step"])
@@ -20,9 +27,14 @@ def best_saved(folder: Store) -> tuple[int, float] | None:
 
 
 def mark_best(folder: Store, step: int, loss: float | None) -> None:
-    """Note that this new checkpoint is the best one so far; loss: None if it is not.
+    """Record that this new checkpoint is the best one so far.
 
-    A checkpoint of that step of another history, which it has replaced, is no longer the best one.
+    If the best checkpoint was of this step, in another history, the new checkpoint has replaced it: remove the record.
+
+    Args:
+        folder: The folder of checkpoints.
+        step: Number of the step.
+        loss: The validation loss. None if the new checkpoint is not the best one.
     """
     if loss is not None:
         folder.write(
@@ -34,15 +46,19 @@ def mark_best(folder: Store, step: int, loss: float | None) -> None:
 
 
 def keep_latest(folder: Store, k: int, written: int, *, every: int = 0) -> None:
-    """Remove all but the best and the last k checkpoints up to and including step `written`; k = 0 keeps all.
-
-    every: steps that are a multiple of it stay too; 0: none.
+    """Remove all checkpoints up to step `written`, except the best and the last k.
 
     Later steps belong to a history that this run has left; each is removed when this run reaches it.
+
+    Args:
+        folder: The folder of checkpoints.
+        k: Number of checkpoints; 0 keeps all.
+        written: The last saved step, included.
+        every: Steps that are multiples of it stay too; 0: none.
     """
     best = best_saved(folder)
-    of_this_run = [step for step in folder.steps() if step <= written]
-    for step in of_this_run[: -k or None] if k else ():
+    own_steps = [step for step in folder.steps() if step <= written]
+    for step in own_steps[: -k or None] if k else ():
         if (best is not None and step == best[0]) or (every and step % every == 0):
             continue
         try:

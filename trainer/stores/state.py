@@ -1,4 +1,4 @@
-"""The content of `state.json`, and whether the tensors beside it are of the model of a run. Torch-free."""
+"""The content of `state.json`, and whether the saved tensors belong to the model of a run. Torch-free."""
 
 import json
 import zlib
@@ -16,12 +16,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class RunState:
-    """The part of a checkpoint that is no tensor; the content of `state.json`.
+    """All values of a checkpoint that are no tensors; the content of `state.json`.
 
-    model: see `model_description`; streams: number of a data stream -> its position; files: name of every other file
-    of the checkpoint -> its length in bytes; model_only: whether the tensors are the weights alone; sums: name of a
-    file -> its check sum (zlib.crc32), of files that have none inside; optimizer: whose states are saved, see
-    `states_of`. Older checkpoints lack the last two.
+    Attributes:
+        step: Number of the step.
+        tokens_seen: Tokens of the whole job so far.
+        model: See `model_description`.
+        streams: Number of a data stream -> its position.
+        files: Name of every other file of the checkpoint -> its length in bytes.
+        model_only: Whether the tensors are the weights alone.
+        sums: Name of a file without check sums inside -> its check sum (zlib.crc32). Older checkpoints lack it.
+        optimizer: The optimizer whose states are saved, see `states_of`. Older checkpoints lack it.
     """
 
     step: int
@@ -35,25 +40,38 @@ class RunState:
 
 
 def states_of(config: JobConfig) -> str:
-    """Return the name of an optimizer whose states this run's are like: those of Adam and AdamW are the same."""
+    """Return the optimizer whose state format this run uses; Adam and AdamW share one.
+
+    Args:
+        config: The configuration.
+    """
     name = config.optimizer.name
     return "AdamW" if name == "Adam" else name
 
 
 def check_sum(content: Mapping[str, Any]) -> int:
-    """Return the check sum of a `state.json`, of what JSON gives back without the entry "check_sum"."""
+    """Return the check sum of a `state.json`.
+
+    Args:
+        content: The content as JSON returns it, without the entry "check_sum".
+    """
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
-    """Return what saved tensors depend on: the family, its arguments, the data type in storage, and adapters."""
+    """Return everything that saved tensors depend on: the family, its arguments, the dtype in storage, and adapters.
+
+    Args:
+        config: The configuration.
+        model: The arguments of the model.
+    """
     fixed = {
         name: list(value) if isinstance(value, tuple) else value  # as JSON has it
         for name, value in asdict(model).items()
         if name not in model.free_to_change
     }
     lora = config.lora
-    adapters: dict[str, Any] = {"lora.rank": lora.rank}
+    adapters = {"lora.rank": lora.rank}
     if lora.rank:
         adapters |= {
             "lora.alpha": lora.alpha,
@@ -65,10 +83,14 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
 
 
 def parse_state(text: bytes, step: int) -> RunState:
-    """Return the state of a step that a `state.json` holds.
+    """Return the state of a step.
+
+    Args:
+        text: The content of `state.json`.
+        step: Number of the step.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: it is damaged, or of another format.
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: It is damaged, or of another format.
     """
     content = json.loads(text.decode())
     sum_of_content = content.pop("check_sum", None)  # older checkpoints have none
@@ -93,8 +115,12 @@ def _numbers(value: Any) -> int | list[int]:
 
 
 def state_text(state: RunState) -> bytes:
-    """Return the content of `state.json`."""
-    # as it is when it is read
+    """Return the content of `state.json`.
+
+    Args:
+        state: The state.
+    """
+    # the same values that a reader gets
     content = json.loads(json.dumps({"format": FORMAT, **asdict(state)}))
     return json.dumps(content | {"check_sum": check_sum(content)}).encode()
 
@@ -108,10 +134,18 @@ def check_same_model(
     remedy: str,
     dtype: bool = True,
 ) -> None:
-    """Check that the tensors of `state`, which is in `path`, are those of this model; dtype: of its data type too.
+    """Check that the tensors of `state` belong to this model.
+
+    Args:
+        state: The state of a saved step.
+        config: The configuration.
+        model: The arguments of the model.
+        path: The checkpoint, for the message.
+        remedy: What to do, for the message.
+        dtype: Whether to compare the dtype, too.
 
     Raises:
-        ConfigError: another model or data type.
+        ConfigError: Another model or dtype.
     """
     defaults = {argument.name: argument.default for argument in fields(model)}
     defaults |= {"lora.rank": 0, "lora.rslora": False, "lora.whole": []}
@@ -123,9 +157,9 @@ def check_same_model(
                 each.name: each.default for each in fields(part) if each.default is not MISSING
             } | saved
         if saved != now and (dtype or key != "dtype"):
-            what = f"model.flavor = {config.model.flavor!r}, whose {key}"
+            setting = f"model.flavor = {config.model.flavor!r}, whose {key}"
             if key == "dtype" or key.startswith("lora."):
-                what = key.replace("dtype", "training.dtype")
+                setting = key.replace("dtype", "training.dtype")
             raise ConfigError(
-                f"{what} = {now!r} is not the {saved!r} of the checkpoint {path}; {remedy}"
+                f"{setting} = {now!r} is not the {saved!r} of the checkpoint {path}; {remedy}"
             )

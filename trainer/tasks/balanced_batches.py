@@ -319,7 +319,7 @@ def documents_of_batch(batch: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
     Args:
         batch: A text batch on the host.
     """
-    batch_documents: list[np.ndarray] = []
+    batch_documents = []
     columns = [batch["tokens"], batch["labels"]]
     if "sources" in batch:
         columns.append(batch["sources"][:, None].expand_as(batch["tokens"]))

@@ -82,7 +82,7 @@ class LanguageTask:
 
     def build_loader(self) -> Loader:
         """Return the loader of this rank's share of the data. A collective over all ranks."""
-        how: dict[str, Callable | None] = {"plan": self.batch_planner}
+        how = {"plan": self.batch_planner}
         if self.job.balances:
             group = self.dims.host_group(
                 "dp", timedelta(seconds=self.config.comm.init_timeout_seconds)

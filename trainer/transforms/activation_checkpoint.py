@@ -148,7 +148,7 @@ def _contexts_with_attention_on_host(
 
     keep: (number of the result, tensor) -> an object whose `take` returns the result.
     """
-    results: list[list[Callable[[], Any]]] = []
+    results = []
     modes = _AttentionOnHost(results, keep), _AttentionOnHost(results, None)
     selective = create_selective_checkpoint_contexts(_KeepOperators(_ATTENTION))
     # These modes are entered first, so the other modes do not see copies to and from the host.

@@ -80,7 +80,7 @@ def _keeping_inputs(forward: F) -> F:
 
 
 def _budget(share: float) -> dict[str, object]:
-    settings: dict[str, object] = {"activation_memory_budget": share}
+    settings = {"activation_memory_budget": share}
     # Process groups are arguments of graphs with tensor parallelism; they hold no tensors.
     if hasattr(torch._functorch.config, unsized := "unsafe_treat_script_objects_as_zero_size"):
         settings[unsized] = True

@@ -273,9 +273,7 @@ def apply_offload(
     results = defaultdict(lambda: HostInputs(copies))
     for number, following in zip(checkpointed, [*checkpointed[1:], kept[0]], strict=True):
         how = {"is_first": number == kept[0], "to_host": number in offloaded}
-        keep: Callable[[torch.Tensor], KeptInput | RecomputedInput] = (
-            partial(inputs.keep, **how) if number in kept else lambda _: inputs.recompute()
-        )
+        keep = partial(inputs.keep, **how) if number in kept else lambda _: inputs.recompute()
         block = layers[str(number)]
         if settings.offload == "inputs+attention":
             block.keep_attention = lambda i, x, how=how: results[i].keep(x, **how)

@@ -38,7 +38,7 @@ _PRINTED = {
     "scripts/train_tokenizer.py": r"\d+ tokens",
 }
 _PRINTED_WITH = {
-    "--model.path": "the weights are those of",
+    "--model.path": "the weights are read from",
     "--checkpoint.last_save_in_hf": "weights saved for Hugging Face",
     "--checkpoint.load_step": r"resumed after step \d+",
     "--validation.enable": r"validation after step \d+: loss",
