@@ -66,5 +66,5 @@ def test_a_token_beyond_the_vocabulary_is_told(tmp_path: Path):
 
 def test_ids_of_another_program_need_an_index(tmp_path: Path):
     np.arange(9).astype("<u2").tofile(tmp_path / "part-0.npy")
-    assert "part-0.npy is no index of token ids; name an .idx file beside its .bin" in refusal(tmp_path / "part-0.npy")
+    assert "part-0.npy is no index of token ids; name an .idx file next to its .bin" in refusal(tmp_path / "part-0.npy")
     assert "is a folder without *.idx files" in refusal(tmp_path)

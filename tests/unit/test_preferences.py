@@ -99,7 +99,7 @@ def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path, folder: Path, p
         assert behind.sum() == batch["padding"]
     assert 2 * 29 <= len(found) <= 4 * 29
     assert data.conversations.left_out.number >= 1
-    assert "pairs longer than a sequence" in data.conversations.left_out._what
+    assert "pairs longer than a sequence" in data.conversations.left_out._kind
 
 
 def test_the_last_token_of_a_side_has_no_label() -> None:

@@ -176,7 +176,7 @@ def test_a_launcher_makes_no_token_files_and_takes_those_that_are_there(lines: P
 def test_a_launcher_that_cannot_note_a_revision_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(HubData, "found", lambda self: replace(self, revision="1"))
+    monkeypatch.setattr(HubData, "pinned", lambda self: replace(self, revision="1"))
     with pytest.raises(ConfigError, match="cannot be written"):
         catalog_of(DataSettings("hub", "a/b"), makes_files=False)
 
