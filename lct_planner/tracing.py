@@ -220,11 +220,11 @@ class Recorder:
             latent = LatentShape(up.shape[2], rotated, up.shape[1] + rotated - q[3])
         shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent, latent)
         plan = self._live.latest.plan
-        options = {
+        settings = {
             "keep_exchanged": options.keep_exchanged,
             "query_heads": options.query_heads_per_pass,
         }
-        return attention_cost(plan, shape, _DIRECTIONS[name], options.heads_per_pass, **options)
+        return attention_cost(plan, shape, _DIRECTIONS[name], options.heads_per_pass, **settings)
 
     def _message(self, name: str, args: tuple) -> None:
         if name in _NO_MESSAGE:

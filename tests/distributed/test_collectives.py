@@ -122,7 +122,7 @@ def logged_case(folder: str, arguments: list[str]) -> tuple[set[str], set[str]]:
 
     def noted(x: torch.Tensor, *, op: object, group: torch.distributed.ProcessGroup) -> None:
         caller = sys._getframe(2).f_code.co_name
-        groups[caller == "_of_all_ranks"].add(group.group_name)
+        groups[caller == "_reduce"].add(group.group_name)
         real(x, op=op, group=group)
 
     with process_group(process, config.comm):

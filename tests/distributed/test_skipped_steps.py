@@ -97,7 +97,7 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pool: WorkerPool, la
 
 def test_by_default_the_first_one_ends_the_run() -> None:
     guard = StepGuard(Training())
-    with pytest.raises(TrainingError, match=r"step 1: .* those of step 0; a lower optimizer.lr"):
+    with pytest.raises(TrainingError, match=r"step 1: .* the weights are from step 0; a lower optimizer.lr"):
         guard.should_skip(1, float("nan"), 1.0)
     assert guard.record({}) == {}
 
@@ -110,7 +110,7 @@ def test_only_steps_in_a_row_count() -> None:
         True,
     ]
     assert guard.record({}) == {"skipped_steps": 2}
-    with pytest.raises(TrainingError, match=r"step 4: .* those of step 2; training.max_skipped_steps = 1"):
+    with pytest.raises(TrainingError, match=r"step 4: .* the weights are from step 2; training.max_skipped_steps = 1"):
         guard.should_skip(4, 1.0, float("inf"))
 
 
