@@ -224,7 +224,9 @@ class Recorder:
             "keep_exchanged": options.keep_exchanged,
             "query_heads": options.query_heads_per_pass,
         }
-        return attention_cost(plan, shape, _DIRECTIONS[name], options.heads_per_pass, **settings)
+        return attention_cost(
+            plan, shape, _DIRECTIONS[name], options.heads_per_pass, **settings
+        )
 
     def _message(self, name: str, args: tuple) -> None:
         if name in _NO_MESSAGE:

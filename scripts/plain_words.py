@@ -10,7 +10,7 @@ A room is a folder of at most two levels. The counts of a room:
 * names: functions, arguments and variables whose name is a pronoun or begins with `of_`;
 * sections: public functions whose docstring lacks `Args:`, or `Returns:` where it does not begin with "Return";
 * shapes: public functions that take a tensor and whose docstring names no shape, such as `(B, S)`.
-A false alarm is an entry of "exceptions" in the JSON file: its file, its text, and why it is right there.
+A false alarm is an entry of "exceptions" in the JSON file, with its file, its text and the reason.
 """
 
 import argparse
@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 PROGRAM = ("longshard", "trainer", "lct_planner", "scripts")
 EVERYTHING = [*PROGRAM, "examples", "tests", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
-MOST_WORDS = 28
 CONSTRUCTIONS = re.compile(
     r"(?i)\b(those of|that of|what is|what are|what of|of which|of whom|such of|the one of|as many as|so many|beside|"
     r"in the place of|but for|none that|(?:is|are|was|were) told|dealt|(?:has|have) such)\b"
@@ -38,6 +37,7 @@ SHAPE = re.compile(r"\((?=[^)]*,)[A-Z0-9a-z_ */+.,-]+\)|scalar|\b[0-5]-D\b|any s
 SENTENCE_END = re.compile(r"(?<=[.!?:;])[\"')]*\s+|\n\s*\n|\n\s*(?=(?:[*-]|\d+\.) )|\n\s*(?=[\w*, ]+: )")
 COMMENT = re.compile(r"(?m)(?:^ *|  )# .*(?:\n *# .*)*")
 CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\]\([^)]*\)")
+PAGE_CODE = re.compile(r"(?ms)^( *)```.*?^\1```|^ {4,}[^\n]*|^#[^\n]*")
 DRAWING = re.compile(r"(?m)^.*(?:>>>|[│─┌└├→<>=|]{2}|\S   +\S).*$|^ {4,}(?:python|lct|make|\./).*$")
 
 
@@ -63,7 +63,7 @@ def findings(path: Path) -> Iterator[tuple[int, str, str]]:
         for match in CONSTRUCTIONS.finditer(words):
             yield line + line_at(words, match) - 1, "constructions", match.group().lower()
         for sentence in SENTENCE_END.split(words):
-            if len(re.findall(r"(?:^|\s)\S*[A-Za-z]", sentence)) > MOST_WORDS:
+            if len(re.findall(r"(?:^|\s)\S*[A-Za-z]", sentence)) > 28:
                 yield line + words.count("\n", 0, words.index(sentence)), "sentences", " ".join(sentence.split())
 
 
@@ -73,8 +73,8 @@ def line_at(text: str, match: re.Match[str]) -> int:
 
 
 def page_text(source: str) -> str:
-    """Return a page without blocks of code. A cell of a table becomes a sentence."""
-    prose = re.sub(r"(?ms)^( *)```.*?^\1```", lambda block: "\n" * block.group().count("\n"), source)
+    """Return a page without blocks of code and headings. A cell of a table becomes a sentence."""
+    prose = re.sub(PAGE_CODE, lambda block: "\n" * block.group().count("\n"), source)
     return re.sub(r"(?m)^\|.*$", lambda row: row.group().replace("|", ". "), prose)
 
 
