@@ -151,9 +151,9 @@ def _row_numbers(function, x: Any, dim: int, index: AnyTensor, src: Any) -> AnyT
 def _reduced_rows(
     x: AnyTensor, dim: int, number: AnyTensor, src: Any, reduce: str
 ) -> DomainTensor:
-    """Reduce the source rows scattered to each index_axis row (prod, amax or amin).
+    """Reduce the source rows that are scattered to each target row (prod, amax or amin).
 
-    A index_axis row without sources gets the identity of the reduction.
+    A target row without sources gets the identity of the reduction.
     """
     target_rows = wrapped(x)
     row_axis = target_rows.domain.axes.get(dim)
@@ -304,8 +304,11 @@ def _divided(index: AnyTensor, axis: Axis) -> DomainTensor:
 class _Asked:
     """Requests of ranks to each other.
 
-    places: in this rank's shard, for one rank after another; sent: how many for each.
-    arriving: number of rows from each rank; back: for each requested number, its place among the arriving rows.
+    Attributes:
+        places: The rows of this rank's shard that the ranks requested, for one rank after another, 1-D.
+        sent: The number of rows for each rank.
+        arriving: The number of rows from each rank.
+        back: For each number that this rank requested, its place among the arriving rows, 1-D.
     """
 
     places: torch.Tensor

@@ -72,7 +72,9 @@ def _reshape_rule(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
-    """Merge or split dimensions. Of the new dimensions of a sharded one, the first that fits the shards is sharded.
+    """Merge or split dimensions.
+
+    If a sharded dimension is split, the first of its new dimensions whose rows the shards hold whole is sharded.
 
     If a sharded dimension is merged after whole dimensions, a shard has a range for each of their rows. If it is merged
     after another sharded dimension, as width after height, it is gathered. If no new dimension fits the shards, their

@@ -265,7 +265,7 @@ def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 @lru_cache(maxsize=1024)
 def _bound(cls: type[nn.Module]) -> frozenset[str]:
-    """Bind the known functions that the forward of a class calls, in the file of the class, and return their names."""
+    """Replace the known functions in the file of a class that its forward calls; return the names of all of them."""
     forward = inspect.unwrap(getattr(cls, "forward", None))  # a class of torch.jit has none
     called = inspect.getclosurevars(forward).globals if inspect.isfunction(forward) else {}
     bound = set()

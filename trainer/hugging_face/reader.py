@@ -165,7 +165,7 @@ class HFReader(FileSystemReader):
         return part
 
     def _dequantised(self, name: str, first: int, rows: int) -> torch.Tensor:
-        """Return some rows (dim 0) of an MXFP4 tensor; each whole row changes its layout by itself."""
+        """Return rows [first, first + rows) of dimension 0 of an MXFP4 tensor, as floating-point numbers."""
         parts = (self._stored[name + kind] for kind in (BLOCKS, SCALES))
         return dequantise(*(read_rows(part, first, rows) for part in parts))
 
@@ -190,10 +190,13 @@ class HFReader(FileSystemReader):
         return reduce(torch.promote_types, dtypes) if dtypes else torch.bfloat16
 
     def rounded_to(self, types: Mapping[str, torch.dtype]) -> list[str]:
-        """Return the names of tensors there that are wider than most others, and wider than ours.
+        """Return the tensors of the folder that the run rounds: wider than most of the folder, and than the run's.
 
         Args:
-            types: Dtypes of our tensors, by our name.
+            types: Dtypes of the run's tensors, by their names in this program.
+
+        Returns:
+            Names in the folder.
         """
         wide = wider_types(self._stored)
         ours = {

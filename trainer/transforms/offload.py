@@ -125,7 +125,7 @@ class KeptInput:
         """Begin to copy the input back to the device, unless it is there.
 
         Returns:
-            The result of `take`.
+            The input on the device. It can be read once `take` or `on_device` has waited for the copy.
         """
         if self.tensor is None:
             self.tensor = self.inputs.copies.device_like(self.buffer)

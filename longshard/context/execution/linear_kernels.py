@@ -174,7 +174,7 @@ class KernelPass:
         return biases
 
     def backward(self, ends: KnownStates) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of q, k, v, log_decay and beta; without beta, the last one has no meaning.
+        """Return the gradients of q, k, v, log_decay and beta. If the recurrence has no beta, ignore the last one.
 
         Args:
             ends: The gradients of the states after fragments.

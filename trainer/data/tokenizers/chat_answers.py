@@ -131,7 +131,7 @@ class Answers:
         return content
 
     def _has_more(self, number: int, before: str) -> bool:
-        """Return whether the text before the content of a message has another part of it, such as its reasoning."""
+        """Return whether the text before a message's content has another part of the message, such as its reasoning."""
         parts = (
             part
             for key, part in self._messages[number].items()
