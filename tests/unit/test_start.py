@@ -92,7 +92,7 @@ def test_the_file_and_the_ranks_are_those_of_the_variables(
         (
             ["--training.dataset_path", *["own.toml"] * 60],
             "was given 'own.toml own.toml own.toml own.toml' and 56 more, and takes one value: a string; the shell has "
-            "put files in the place of a pattern: quote it",
+            "replaced a pattern by files: quote it",
         ),
     ],
     ids=str,
@@ -196,3 +196,18 @@ def test_a_signal_before_there_are_ranks_is_one_line(
     assert train.main([]) == 128 + number
     assert capsys.readouterr().err == f"error: stopped by {number.name} before the training started\n"
     assert signal.getsignal(number) != ends_by
+
+
+@pytest.mark.usefixtures("usual_signals")
+def test_no_library_catches_a_signal(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `typing_extensions` would, which imports of PyTorch run, when it asks a protocol for its members."""
+
+    def library(*_: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:
+            raise TypeError("no such member") from error
+
+    monkeypatch.setattr(train, "_tokenized", library)
+    assert train.main([]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "error: stopped by SIGTERM before the training started\n"

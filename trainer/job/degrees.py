@@ -99,10 +99,15 @@ def resolve_degrees(
     degrees = {name: getattr(parallelism, key.partition(".")[2]) for name, key in KEYS.items()}
     domain = degrees["domain"]
     cp = degrees["cp"]
-    if domain and (min(domain) < 1 or cp > 1):
+    if domain and min(domain) < 1:
         raise ConfigError(
-            f"{KEYS['domain']} = {list(domain)} must be degrees of at least 1, instead of {KEYS['cp']} = {cp}; "
+            f"{KEYS['domain']} = {list(domain)} must be degrees of at least 1; "
             "use [2] for two ranks along the height, or [2, 2] for height and width"
+        )
+    if domain and cp > 1:
+        raise ConfigError(
+            f"{KEYS['domain']} = {list(domain)} divides fields, and {KEYS['cp']} = {cp} divides sequences of tokens; "
+            f"use {KEYS['cp']} = 1"
         )
     shared = "domain" if domain else "cp"
     del degrees["cp" if domain else "domain"]

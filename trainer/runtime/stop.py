@@ -21,8 +21,11 @@ _SAME_SIGNAL_SECONDS = 2.0
 _SHOWS_STACKS = signal.SIGUSR1  # in a rank, see commands/rank.py
 
 
-class Stopped(Exception):
+class Stopped(BaseException):
     """A signal ends this process, because it has no ranks to pass the signal on to, or does not pass on this signal.
+
+    Like `KeyboardInterrupt`, it is no `Exception`. A handler may raise it within any import, and a library that catches
+    every `Exception` there must not turn it into another error.
 
     Args:
         number: The signal.

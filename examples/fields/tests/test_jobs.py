@@ -110,7 +110,7 @@ REFUSED = {
     "context parallelism": (["--parallelism.context_parallel_degree=2"], "use parallelism.domain_parallel_degrees"),
     "both": (
         ["--parallelism.context_parallel_degree=2", "--parallelism.domain_parallel_degrees=2"],
-        "in the place of parallelism.context_parallel_degree = 2",
+        "parallelism.context_parallel_degree = 2 divides sequences of tokens; use",
     ),
     "a pipeline": (["--parallelism.pipeline_parallel_degree=2"], "divides language models"),
     "tensor parallelism of convolutions": (["--parallelism.tensor_parallel_degree=2"], "has convolutions"),
