@@ -1,4 +1,4 @@
-"""Write what docs/configuration.md says of each key, and of keys without effect: both are made of the schema.
+"""Write the tables of docs/configuration.md, which the schema makes: a row for each key.
 
 python scripts/config_docs.py
 """
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from trainer.config.help import allowed, docstrings  # noqa: E402
-from trainer.config.keys import Condition, keys_of  # noqa: E402
+from trainer.config.keys import keys_of  # noqa: E402
 from trainer.config.schema import JobConfig  # noqa: E402
 from trainer.config.values import shown  # noqa: E402
 
@@ -20,7 +20,11 @@ PAGE = ROOT / "docs" / "configuration.md"
 
 
 def key_tables(schema: type) -> str:
-    """Return a table in Markdown for each table of the schema, a row for each key."""
+    """Return a table in Markdown for each table of the schema, a row for each key.
+
+    Args:
+        schema: A dataclass whose fields are tables of keys.
+    """
     keys, parts = keys_of(schema), []
     for table, kind in get_type_hints(schema).items():
         rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
@@ -31,27 +35,15 @@ def key_tables(schema: type) -> str:
     return "\n\n".join(parts)
 
 
-def effect_table(schema: type) -> str:
-    """Return one table in Markdown: for each condition the keys that have no effect without it."""
-    found: dict[Condition, list[str]] = {}
-    for name, key in keys_of(schema).items():
-        for condition in key.when:
-            found.setdefault(condition, []).append(name)
-    rows = ["| keys | have no effect | |", "|---|---|---|"]
-    for condition, names in found.items():
-        listed = ", ".join(f"`{name}`" for name in names)
-        outcome = f"refused: {condition.remedy}" if condition.remedy else "reported"
-        rows.append(f"| {listed} | {_toml(condition.words())} | {_toml(outcome)} |")
-    return "\n".join(rows)
-
-
 def page(text: str) -> str:
-    """Return the page with what stands between its markers made again; each marker stands once."""
-    for name, made in (("keys", key_tables(JobConfig)), ("effects", effect_table(JobConfig))):
-        begin, end = f"<!-- {name}: made by scripts/config_docs.py -->", f"<!-- end of {name} -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{made}\n\n{end}{rest.split(end)[1]}"
-    return text
+    """Return the page with new tables of keys between its two markers. Each marker stands once.
+
+    Args:
+        text: The page as it is.
+    """
+    begin, end = "<!-- keys: made by scripts/config_docs.py -->", "<!-- end of keys -->"
+    before, after = text.split(begin)
+    return f"{before}{begin}\n\n{key_tables(JobConfig)}\n\n{end}{after.split(end)[1]}"
 
 
 def _toml(text: str) -> str:

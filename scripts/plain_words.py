@@ -36,7 +36,7 @@ NAMES = re.compile(r"_?(of_\w+|found|given|told|mine|rest|more|what)")
 SHAPE = re.compile(r"\((?=[^)]*,)[A-Z0-9a-z_ */+.,-]+\)|scalar|\b[0-5]-D\b|any shape|same shape")
 SENTENCE_END = re.compile(r"(?<=[.!?:;])[\"')]*\s+|\n\s*\n|\n\s*(?=(?:[*-]|\d+\.) )|\n\s*(?=[\w*, ]+: )")
 COMMENT = re.compile(r"(?m)(?:^ *|  )# .*(?:\n *# .*)*")
-CODE = re.compile(r"``[^`]*``|`[^`]*`|https?://\S+|\]\([^)]*\)")
+CODE = re.compile(r"``[^`]*``|`[^`]*`(?:,\s+`[^`]*`)*|https?://\S+|\]\([^)]*\)")  # names in a row are one word
 PAGE_CODE = re.compile(r"(?ms)^( *)```.*?^\1```|^ {4,}[^\n]*|^#[^\n]*")
 DRAWING = re.compile(r"(?m)^.*(?:>>>|[│─┌└├→<>=|]{2}|\S   +\S).*$|^ {4,}(?:python|lct|make|\./).*$")
 
@@ -59,7 +59,7 @@ def findings(path: Path) -> Iterator[tuple[int, str, str]]:
         yield from ((t.start[0], "names", t.string) for t in tokens if NAMES.fullmatch(t.string))
         yield from missing_parts(tree) if in_program else ()
     for line, text in texts:
-        words = CODE.sub("CODE", text)
+        words = CODE.sub(lambda code: "CODE" + "\n" * code.group().count("\n"), text)
         for match in CONSTRUCTIONS.finditer(words):
             yield line + line_at(words, match) - 1, "constructions", match.group().lower()
         for sentence in SENTENCE_END.split(words):
@@ -75,7 +75,7 @@ def line_at(text: str, match: re.Match[str]) -> int:
 def page_text(source: str) -> str:
     """Return a page without blocks of code and headings. A cell of a table becomes a sentence."""
     prose = re.sub(PAGE_CODE, lambda block: "\n" * block.group().count("\n"), source)
-    return re.sub(r"(?m)^\|.*$", lambda row: row.group().replace("|", ". "), prose)
+    return re.sub(r"(?m)^\|.*$", lambda row: re.sub(r"\||<br>", ". ", row.group()), prose)
 
 
 def strings(tree: ast.Module, in_program: bool) -> Iterator[tuple[int, str]]:

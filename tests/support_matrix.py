@@ -337,19 +337,20 @@ class Record:
 
 
 def page(record: Record) -> str:
-    """docs/support_matrix.md."""
+    """Return docs/support_matrix.md: for each number of ranks a table, where features with equal cells share a row.
+
+    The layout cp4 stands in the first table: most features were tried alone on it and on two ranks.
+
+    Args:
+        record: The outcomes of all cells.
+    """
     refusals: dict[str, int] = {}
-    tables = []
-    for group in LAYOUTS:
-        rows = [f"| | {' | '.join(group)} |", f"|---|{'---|' * len(group)}"]
-        for feature in FEATURES:
-            row = [_shown(Cell(layout, feature), record, refusals) for layout in group]
-            if any(cell != "" for cell in row):
-                rows.append(f"| {feature} | {' | '.join(row)} |")
-        tables.append("\n".join(rows))
+    two, (*four, cp4), *others = LAYOUTS
+    tables = [_table([*two, cp4], record, refusals)]
+    tables += [_table(group, record, refusals) for group in (four, *others)]
     notes = "\n".join(f"{number}. {message}" for message, number in refusals.items())
-    ranks = ("Two ranks", "Four ranks, two dimensions", "Eight ranks, three dimensions")
-    body = "\n\n".join(f"## {title}\n\n{table}" for title, table in zip(ranks, tables, strict=True))
+    titles = ("Two ranks, and four", "Four ranks, two dimensions", "Eight ranks, three dimensions")
+    body = "\n\n".join(f"## {title}\n\n{table}" for title, table in zip(titles, tables, strict=True))
     return _PAGE.format(
         command=COMMAND,
         body=body,
@@ -358,6 +359,17 @@ def page(record: Record) -> str:
         vocab=VOCAB,
         **record.made_with,
     )
+
+
+def _table(layouts: list[str], record: Record, refusals: dict[str, int]) -> str:
+    features: dict[tuple[str, ...], list[str]] = {}
+    for feature in FEATURES:
+        cells = tuple(_shown(Cell(layout, feature), record, refusals) for layout in layouts)
+        if any(cells):
+            features.setdefault(cells, []).append(feature)
+    rows = [f"| | {' | '.join(layouts)} |", f"|---|{'---|' * len(layouts)}"]
+    rows += [f"| {'<br>'.join(names)} | {' | '.join(cells)} |" for cells, names in features.items()]
+    return "\n".join(rows)
 
 
 def _shown(cell: Cell, record: Record, refusals: dict[str, int]) -> str:
@@ -388,6 +400,8 @@ parallelism).
 * refused: before training, the program prints the sentence with this number below.
 * Empty: the feature has no meaning in this layout, or it was not tried alone there. `tests/distributed/test_pairs.py`
   trains every two settings together.
+
+Features with the same outcomes share a row.
 
 By default pipelines run the schedule 1F1B, context parallelism runs the ring, and gradients are accumulated over
 several micro-batches.

@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[tuple[tuple[str, ...], ...], int]] = {
         ((*_ANEW, "dataloader", "--training.seed=3"), (*_ANEW, "dataloader", "--training.data_streams=32")),
         1,
     ),
-    "`optimizer.name`, but for AdamW and Adam": ((("--optimizer.name=Muon",),), 1),
+    "`optimizer.name`, except between AdamW and Adam": ((("--optimizer.name=Muon",),), 1),
     '`optimizer.name`, with `checkpoint.exclude_from_loading = ["optimizer"]`': (
         ((*_ANEW, "optimizer", "--optimizer.name=Muon"),),
         1,

@@ -6,7 +6,7 @@ from typing import get_type_hints
 
 import pytest
 
-from scripts.config_docs import effect_table, key_tables
+from scripts.config_docs import key_tables
 from trainer.config import loader
 from trainer.config.errors import ConfigError
 from trainer.config.help import docstrings, help_text
@@ -105,10 +105,6 @@ def test_the_page_has_it() -> None:
         "| key | values | default | meaning |\n|---|---|---|---|\n"
         "| `extra.rounds` | an int (laps), at least 1, or None | None | How often it goes round. |\n"
         "| `extra.slow` | true or false | `false` | It takes its time. |"
-    )
-    assert effect_table(Schema).endswith(
-        "| `extra.rounds` | with metrics.log_freq = 1 | reported |\n"
-        "| `extra.slow` | without extra.rounds | refused: give 5 rounds |"
     )
 
 

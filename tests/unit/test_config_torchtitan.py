@@ -326,12 +326,7 @@ def row(key: str) -> str:
     """What the page says of a key."""
     if key in OLDER:
         return f"| `{key}` | `{OLDER[key].key}`, {OLDER[key].words} |"
-    known = ABSENT[key]
-    if known.replaced:
-        return f"| `{key}` | {known.replaced} |"
-    quiet = " or ".join(f"`{spelled(value)}`" for value in known.off)
-    needs = f" or without `{known.needs}`" if known.needs else ""
-    return f"| `{key}` | ignored with {quiet}{needs}, else refused: {known.instead} |"
+    return f"| `{key}` | {ABSENT[key].replaced} |"
 
 
 def spelled(value: object) -> str:
@@ -343,10 +338,16 @@ def spelled(value: object) -> str:
 def test_the_page_has_every_key_that_is_more_than_renamed():
     table = PAGE.partition("## What becomes of each key")[2]
     rows = [line for line in table.splitlines() if re.match(r"\| `[a-z_0-9.]+\.[a-z_0-9.]+` \|", line)]
-    ignored = {key for key, known in ABSENT.items() if known.off is None and not known.replaced}
-    assert set(re.findall(r"`([^`]+)`", table.partition("Ignored, whatever the value: ")[2])) == ignored
+    lacking = {key: known for key, known in ABSENT.items() if not known.replaced}
+    switches = {key for key, known in lacking.items() if known.off is not None}
+    ignored = lacking.keys() - switches
+    names_of_switches, _, names = table.partition("Ignored where it switches")[2].partition(
+        "Ignored, whatever the value: "
+    )
+    assert set(re.findall(r"`([^`]+)`", names_of_switches)) == switches
+    assert set(re.findall(r"`([^`]+)`", names)) == ignored
     renamed = {key for key, older in OLDER.items() if not older.words}  # the log has a line for each
-    others = [key for key in (*OLDER, *ABSENT) if key not in ignored | renamed]
+    others = [key for key in (*OLDER, *ABSENT) if key not in lacking.keys() | renamed]
     for key in others:
         assert row(key) in rows
     values = [
