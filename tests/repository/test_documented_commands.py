@@ -26,6 +26,7 @@ PROGRAMS = {
     "docs/data.md": 1,
     "examples/fields/README.md": 1,
     "docs/context_parallelism.md": 2,
+    "docs/first_hour_fields.md": 2,
     "docs/transformers.md": 2,
 }
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
