@@ -27,11 +27,11 @@ def key_tables(schema: type) -> str:
     """
     keys, parts = keys_of(schema), []
     for table, kind in get_type_hints(schema).items():
-        rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
+        rows = [f"| {kind.__doc__} | values | default | meaning |", "|---|---|---|---|"]
         for field, text in docstrings(kind).items():
             name = f"{table}.{field}"
             rows.append(f"| `{name}` | {_toml(allowed(keys[name]))} | {_default(keys[name].default)} | {text} |")
-        parts.append("\n".join([f"### [{table}]", "", kind.__doc__ or "", "", *rows]))
+        parts.append("\n".join([f"### [{table}]", "", *rows]))
     return "\n\n".join(parts)
 
 

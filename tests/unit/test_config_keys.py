@@ -101,8 +101,7 @@ def test_the_help_has_it() -> None:
 
 def test_the_page_has_it() -> None:
     assert key_tables(Schema).endswith(
-        "### [extra]\n\nA table that the program does not have.\n\n"
-        "| key | values | default | meaning |\n|---|---|---|---|\n"
+        "### [extra]\n\n| A table that the program does not have. | values | default | meaning |\n|---|---|---|---|\n"
         "| `extra.rounds` | an int (laps), at least 1, or None | None | How often it goes round. |\n"
         "| `extra.slow` | true or false | `false` | It takes its time. |"
     )
