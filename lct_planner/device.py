@@ -72,6 +72,7 @@ class FakeDevice(FakeTensorMode):
 
     @property
     def avoid_device_init(self) -> bool:
+        """Whether PyTorch must not start the CUDA driver: always, because there may be no GPU."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

@@ -88,4 +88,5 @@ class ValidationResult:
 
     @property
     def perplexity(self) -> float:
+        """The exponential of the loss."""
         return perplexity(self.loss)

@@ -263,6 +263,7 @@ class BatchesAhead:
 
     @property
     def epoch(self) -> float:
+        """Passes over the data at the first batch that waits, else at the loader's position."""
         return self._made[0].epoch if self._made else self._loader.epoch
 
     def state_dict(self) -> dict[int, dict[str, int]]:

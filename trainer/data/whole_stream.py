@@ -112,6 +112,7 @@ class WholeStream(ItemStream):
 
     @property
     def oldest(self) -> int:
+        """Place in the order of the oldest document that still has unused tokens."""
         return min(next(iter(self._waiting), self._place), self._place - bool(self._whole_left))
 
     @property

@@ -112,6 +112,7 @@ class TransformerArgs:
 
     @property
     def head_dim(self) -> int:
+        """Size of a query head."""
         if self.latent is not None:
             return self.latent.head_dim
         return self.dim // self.n_heads if self.head_size is None else self.head_size
@@ -146,6 +147,7 @@ class TransformerArgs:
 
     @property
     def norms_have_parameters(self) -> bool:
+        """Whether a norm has a weight or a bias."""
         return self.norms.parameters(1) > 0
 
     def configured(

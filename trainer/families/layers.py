@@ -45,10 +45,12 @@ class NormArgs:
 
     @property
     def before(self) -> bool:
+        """Whether there is a norm before attention and network."""
         return self.place != "after"
 
     @property
     def after(self) -> bool:
+        """Whether there is a norm behind attention and network."""
         return self.place != "before"
 
     def parameters(self, dim: int) -> int:
@@ -74,6 +76,7 @@ class Layer:
 
     @property
     def has_experts(self) -> bool:
+        """Whether the layer has experts instead of a dense network."""
         return isinstance(self.feed_forward, ExpertArgs)
 
     @property

@@ -70,6 +70,7 @@ class GatedDeltaArgs(LinearArgs):
 
     @property
     def states(self) -> tuple[int, int, int]:
+        """Sizes of a sequence's state: heads, and rows and columns of a head's matrix."""
         return self.value_heads, self.key_dim, self.value_dim
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -124,6 +125,7 @@ class KimiDeltaArgs(LinearArgs):
 
     @property
     def states(self) -> tuple[int, int, int]:
+        """Sizes of a sequence's state: heads, and rows and columns of a head's matrix."""
         return self.heads, self.head_dim, self.head_dim
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
@@ -189,6 +191,7 @@ class MambaArgs(LinearArgs):
 
     @property
     def states(self) -> tuple[int, int, int]:
+        """Sizes of a sequence's state: heads, and rows and columns of a head's matrix."""
         return self.heads, self.state_dim, self.head_dim
 
     def tensor_parallel_sizes(self) -> dict[str, int]:

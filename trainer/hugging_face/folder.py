@@ -34,10 +34,12 @@ class HFFolder:
 
     @property
     def has_tensors(self) -> bool:
+        """Whether the folder has weights in safetensors."""
         return any((self.path / file).is_file() for file in (INDEX, SINGLE))
 
     @property
     def has_tokenizer(self) -> bool:
+        """Whether the folder has a file of a tokenizer."""
         return any((self.path / name).is_file() for name in TOKENIZER_FILES)
 
     @property

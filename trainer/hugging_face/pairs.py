@@ -41,6 +41,7 @@ class HFTensor:
 
     @property
     def same_layout(self) -> bool:
+        """Whether the tensor has the same rows and columns on both sides."""
         return self.from_hf is _unchanged
 
     @property

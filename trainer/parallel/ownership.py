@@ -64,6 +64,7 @@ class Piece:
 
     @cached_property
     def elements(self) -> int:
+        """Number of elements of all matrices."""
         return sum(rows * columns for rows, columns in self.shapes)
 
 

@@ -223,6 +223,11 @@ class BalancedBatches:
     _reported: bool = False
 
     def __call__(self, batches: Iterator[TextBatch]) -> Iterator[dict[str, Any]]:
+        """Yield the balanced micro-batches of this rank, without end.
+
+        Args:
+            batches: The batches of this rank as they are read: `step.micro_batches` for each step.
+        """
         while True:
             read = raise_on_all_ranks(
                 lambda: [next(batches) for _ in range(self.step.micro_batches)], self.group

@@ -267,6 +267,7 @@ class HubData:
 
     @property
     def path(self) -> str:
+        """Name, configuration, split and revision, as in `training.dataset_path`."""
         revision = f"@{self.revision}" if self.revision else ""
         return f"{self.name}:{self.config or ''}:{self.split}{revision}"
 

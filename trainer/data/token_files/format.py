@@ -81,6 +81,7 @@ class Pair(NamedTuple):
 
     @property
     def itemsize(self) -> int:
+        """Bytes of a token id."""
         return np.dtype(self.dtype).itemsize
 
     @property
