@@ -55,13 +55,13 @@ class Domain:
     def __post_init__(self) -> None:
         if any(dim < 0 for dim in self.axes):
             raise ValueError(
-                f"the dimensions {[*self.axes]} of a domain count from 0; write them so"
+                f"the dimensions {[*self.axes]} of a domain must not be negative; write -1 of a tensor (N, C, H, W) as 3"
             )
         if len(self.axes) > 1 and not torch.compiler.is_compiling():
             groups = [id(axis.group) for axis in self.axes.values() if axis.degree > 1]
             if len({*groups}) < len(groups):
                 raise ValueError(
-                    f"the dimensions {[*self.axes]} of a domain are sharded over the same ranks; give each its own"
+                    f"the dimensions {[*self.axes]} of a domain share their ranks; give each dimension ranks of its own"
                 )
         object.__setattr__(self, "axes", {dim: self.axes[dim] for dim in sorted(self.axes)})
 

@@ -169,7 +169,7 @@ def test_states_of_a_packing_that_cuts_are_refused() -> None:
     cuts = batch_loader(TextData(Numbers(lengths)), **shape)
     whole = loader(lengths, alone=False)
     for one, states in ((whole, cuts.state_dict()), (cuts, whole.state_dict())):
-        with pytest.raises(ConfigError, match=r"of a training\.packing that cuts documents where this one does not"):
+        with pytest.raises(ConfigError, match=r"belongs to another training\.dataset or training\.packing"):
             one.load_state_dict(states)
 
 

@@ -265,7 +265,7 @@ def test_a_bucket_that_does_not_exist_is_named(store: None) -> None:
 def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:
     for address in ("s3://", "s3:///", "s3:///run"):
         assert f"= {address!r} names no bucket; name one, such as s3://bucket/run" in refused(configured(address))
-    assert "= 'memory://run' ends with the process; name a folder" in refused(configured("memory://run"))
+    assert "= 'memory://run' is lost when the process ends; name a folder" in refused(configured("memory://run"))
     assert "is no address (Unsupported filesystem: 'nope')" in refused(configured("nope://a/b"))
     real = builtins.__import__
 

@@ -185,7 +185,7 @@ def _saved(
         found = TASKS[config.task]
         other = TASKS[config.task].command.format(folder)
         raise ConfigError(
-            f"the run in {folder} is about {found.data}, which `{command}` is not for; use `{other}`"
+            f"the run in {folder} learned from {found.data}, and `{command}` is not for {found.data}; use `{other}`"
         )
     return config
 

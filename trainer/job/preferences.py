@@ -63,7 +63,7 @@ class Preferences(Language):
             )
         if initial is None:
             raise ConfigError(
-                f"{dataset} trains away from a reference, which random weights are not; name its weights with "
+                f"{dataset} needs the weights of a reference model, and random weights are none; name weights with "
                 "checkpoint.initial_load_path, or with model.path"
             )
         return super().check(config, model, degrees)

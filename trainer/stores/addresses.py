@@ -24,7 +24,7 @@ def store_of(key: str, address: str) -> Store:
     kind, _, name = address.partition("://")
     if kind == "memory":
         raise ConfigError(
-            f"{key} = {address!r} ends with the process; name a folder, or an address such as s3://bucket/run"
+            f"{key} = {address!r} is lost when the process ends; name a folder, or an address such as s3://bucket/run"
         )
     if not name.strip("/") or (name.startswith("/") and kind not in ("file", "local")):
         raise ConfigError(

@@ -199,4 +199,7 @@ def test_a_text_command_refuses_a_run_on_fields(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer", "generate", str(tmp_path), "--allow-imports"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
-    assert "is about fields, which `lct generate` is not for; use `python -m examples.fields.forecast" in result.stderr
+    assert (
+        "learned from fields, and `lct generate` is not for fields; use `python -m examples.fields.forecast"
+        in result.stderr
+    )

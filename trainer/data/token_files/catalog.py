@@ -185,7 +185,7 @@ def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] 
             continue
         if stem.with_suffix(".crc").exists():
             raise ConfigError(
-                f"{idx} is of `lct tokenize`, and no {MANIFEST} in its folder names it; copy the whole folder again, "
+                f"`lct tokenize` made {idx}, and no {MANIFEST} in its folder names it; copy the whole folder again, "
                 "or make it again with another --output"
             )
         yield checked_pair(idx), None
