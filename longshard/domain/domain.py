@@ -55,7 +55,7 @@ class Domain:
     def __post_init__(self) -> None:
         if any(dim < 0 for dim in self.axes):
             raise ValueError(
-                f"the dimensions {[*self.axes]} of a domain must not be negative; write -1 of a tensor (N, C, H, W) as 3"
+                f"the dimensions {[*self.axes]} of a domain must not be negative; write 3 for -1 of (N, C, H, W)"
             )
         if len(self.axes) > 1 and not torch.compiler.is_compiling():
             groups = [id(axis.group) for axis in self.axes.values() if axis.degree > 1]

@@ -56,7 +56,7 @@ def _gradient(
     for y, seed in zip(outputs, seeds, strict=True):
         if seed is None and y.shape.numel() != 1:
             raise RuntimeError(
-                f"an output of shape {tuple(y.shape)} has several elements; give `grad_outputs` for it"
+                f"an output of shape {tuple(y.shape)} is not a single number; give `grad_outputs` for it"
             )
         seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None else seed
         own = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed

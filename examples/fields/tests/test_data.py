@@ -276,7 +276,7 @@ def test_states_of_other_data_are_refused(source: FieldSource) -> None:
         with pytest.raises(ConfigError, match=message):
             other.load_state_dict(states)
     documents = {s: {"epoch": 0, "document": 0, "data_streams": 4, "documents": 30, "seed": 0} for s in range(4)}
-    with pytest.raises(ConfigError, match="the saved position in the data belongs to another training.dataset"):
+    with pytest.raises(ConfigError, match=r"the saved position in the data belongs to another training\.dataset"):
         loader(source).load_state_dict(documents)
     del states[3]
     with pytest.raises(ConfigError, match="lacks stream 3"):
