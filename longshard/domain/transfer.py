@@ -169,8 +169,8 @@ def from_dtensor(x: DTensor) -> DomainTensor:
     dims = [p.dim % x.ndim if isinstance(p, Shard) else None for p in x.placements]
     if len({d for d in dims if d is not None}) < len(dims) - dims.count(None):
         raise ValueError(
-            f"the placements {x.placements} shard one tensor dimension over several mesh dimensions; redistribute the "
-            "DTensor to one mesh dimension first"
+            f"the placements {x.placements} shard one tensor dimension over several mesh dimensions; "
+            "redistribute the DTensor to one mesh dimension first"
         )
     pairs = [
         (dim, group)

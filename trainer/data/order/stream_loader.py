@@ -188,8 +188,8 @@ def _check(
     )
     if next(entries) != next(entries):
         raise ConfigError(
-            "the saved position in the data belongs to another training.dataset or training.packing; resume with the "
-            f"settings of the run that saved it, {AGAIN}"
+            "the saved position in the data belongs to another training.dataset or training.packing; "
+            f"resume with the settings of the run that saved it, {AGAIN}"
         )
     for key, now in fixed.items():
         source, _, name = key.rpartition("/")
