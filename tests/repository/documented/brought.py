@@ -57,6 +57,7 @@ BROUGHT = {
     "code.jsonl": _lines("code.jsonl", _TEXT.format("second")),
     "tokens": "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
     "assets/tokenizer/original": _TOKENIZER.format("assets/tokenizer/original"),
+    "my.tiktoken": "cp trainer/assets/python_4k.tiktoken my.tiktoken",
     # settings
     "books.toml": "sed -n '/^```toml/,/^```/p' README.md | grep -v '```' > books.toml",
     "my_torchtitan.toml": "cp tests/unit/torchtitan_configs/2026_02_llama3_8b.toml my_torchtitan.toml",
