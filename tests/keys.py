@@ -54,14 +54,14 @@ class Observed:
     """Seconds: of the job's group in the first step, of a checkpoint's group, of the job's group at the end."""
     watching: bool = False
     remembered: str = ""
-    """Collectives that the flight recorder was told to remember."""
+    """Number of collectives that the flight recorder keeps."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Observations of runs with the arguments `off` and `on`, on `ranks` ranks, of which `differs` must hold.
+    """Runs with the arguments `off` and `on`, on `ranks` ranks, whose observations must satisfy `differs`.
 
-    fail: what the program is made to meet in its first step.
+    fail: the fault of the program in its first step.
     """
 
     on: str
@@ -119,7 +119,7 @@ _FLOAT8 = "--float8.enable --float8.emulate"
 _COMPILE = "--compile.enable --compile.backend=eager"
 _DECAY = "--lr_scheduler.warmup_steps=0"
 
-# One run for several keys, each of which shows in another place.
+# One run for several keys; each key shows in another place.
 _MANY = (
     "--job.description=what-it-is-for --metrics.enable_tensorboard "
     "--optimizer.implementation=fused --training.deterministic --checkpoint.enable "

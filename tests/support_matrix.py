@@ -41,7 +41,7 @@ LAYOUTS = (
     ),
     ("ddp2+fsdp2+cp2", "ddp2+fsdp2+tp2", "fsdp2+cp2+tp2", "fsdp2+cp2+pp2", "fsdp2+tp2+pp2", "cp2+tp2+pp2"),
 )
-# What is tried on several dimensions at once; test_pairs.py has every two settings together.
+# Features tested on several dimensions at once; test_pairs.py has every two settings together.
 OF_PAIRS = (
     *(
         "as it is",
@@ -322,7 +322,7 @@ class Record:
             entries[cell.feature] = [outcome, cell.digest, commit()]
 
     def save(self) -> None:
-        """Write the record, without what is no cell any more."""
+        """Write the record, without cells that no longer exist."""
         kept = {(cell.layout, cell.feature) for cell in cells()}
         entries = {
             layout: {feature: entry for feature, entry in sorted(features.items()) if (layout, feature) in kept}

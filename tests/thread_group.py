@@ -4,7 +4,7 @@
                                 gets its data in its own `wait`, and not before.
     a wait on another stream    On a GPU, the copy runs on a side stream, after a delay; `wait` makes the current
                                 stream wait for it, and the host never waits for the device.
-    an overwritten send buffer  At the post, a copy of what is sent is made. In its `wait`, the sender compares.
+    an overwritten send buffer  At the post, the sender copies its message. In its `wait`, it compares.
 
 See `thread_ranks.py` for the threads.
 """
@@ -130,7 +130,7 @@ class Work(dist.Work):
         self._group, self._deliver, self._sent = group, deliver, sent
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until all parties have posted, and get the data; the time limit is that of the mailbox."""
+        """Wait until all parties have posted, within the time limit of the mailbox, and get the data."""
         if self.is_done:
             return True
         if self._sent is not None:
@@ -243,7 +243,7 @@ class ThreadGroup(dist.ProcessGroup):
         deliver: Callable[[list[_Posted]], None],
         sent: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> dist.Work:
-        """Fill what is received with NaN, and post the operation."""
+        """Fill the receive buffers with NaN, and post the operation."""
         key = (self._name, *route, self._numbers[route, role])
         self._numbers[route, role] += 1
         for target in targets:

@@ -39,7 +39,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> float:
-    """Euclidean error of a against b, as a share of b, or of the `whole` of which both are a part."""
+    """Return the Euclidean error of a against b, relative to b, or to the tensor `whole` that contains both."""
     return ((a.double() - b.double()).norm() / (b if whole is None else whole).double().norm()).item()
 
 
@@ -207,7 +207,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
 
 
 def assert_exact(pool: WorkerPool, degree: int, cases: list[Case], run: Callable = attention_case) -> None:
-    """Outputs and gradients are those of one process, collectives and bytes are those of the plan."""
+    """Check outputs and gradients against one process, and collectives and bytes against the plan."""
     problems = []
     for rank, results in enumerate(pool.run(degree, run, cases)):
         for case, result in zip(cases, results, strict=True):

@@ -1,4 +1,4 @@
-"""The parity harness: a layout's losses, gradients, norms and weights against those of a single process.
+"""The parity harness: compares a layout's losses, gradients, norms and weights with a single process.
 
 Every layout trains on the same rows: row i is made from i, and data-parallel rank r of D takes rows r, r + D, ...
 Rows have different numbers of labels, and every odd row of the first step has none, so that some ranks have no label.
@@ -96,8 +96,8 @@ BASE = [
 ]
 
 FUSED = "--optimizer.implementation=fused"
-"""What GPUs use. Of a short run over ranks most of the time would go into the operators of the other implementation,
-each of which DTensor looks at for each new mesh."""
+"""The implementation that GPUs use. With the other one, a short run over ranks would spend most of its time in DTensor,
+which handles each operator for each new mesh."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ _POSITION = {0: {"samples": 0, "seed": 0, "data_streams": 8}}
 
 
 def exported(trainer: Trainer, step: int) -> Path:
-    """Save the last step of a job with `EXPORTED`, and return the Hugging Face folder beside it."""
+    """Save the last step of a job with `EXPORTED`; return the Hugging Face folder next to the checkpoint."""
     with mock.patch.object(Rows, "state_dict", return_value=_POSITION):
         trainer.checkpoint.save(step, tokens_seen=0, last=True)
     return trainer.checkpoint.folder.path / f"step-{step}-hf"
@@ -210,7 +210,7 @@ class RecordingTrainer(Trainer):
 
 
 def make_row(i: int, seq_len: int, *, no_labels: bool = False, padding: int = 0) -> dict[str, torch.Tensor]:
-    """Global row i: random tokens in documents, and labels of which a share that depends on i is missing.
+    """Return global row i: random tokens in documents, and labels. The share of missing labels depends on i.
 
     padding: tokens at the end, a document of their own without labels and positions.
     """
@@ -230,7 +230,7 @@ def make_row(i: int, seq_len: int, *, no_labels: bool = False, padding: int = 0)
 
 
 def makes_rows(job: ResolvedJob) -> bool:
-    """Whether a job trains on made-up rows; fields and conversations are those of its data set."""
+    """Return whether a job trains on made-up rows; fields and conversations come from its data set."""
     return job.model.task == "tokens" and job.config.training.dataset not in CONVERSATIONS
 
 

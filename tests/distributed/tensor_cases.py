@@ -170,7 +170,7 @@ def causal_encoder(x):
 
 
 def edges(x, y, targets):
-    """A layer of a graph: messages of 11 edges, of which each rank has some, or all are whole; targets: (11, 1)."""
+    """A layer of a graph with 11 edges; each rank has some of the messages, or all are whole. targets: (11, 1)."""
     to = targets.abs().mul(1.7).long().squeeze(-1).clamp(max=8)
     back = (8 - to).abs()
     messages = x[to] * y + x[back].sin() + x.index_select(0, back).cos()
@@ -230,15 +230,15 @@ def sampled(x, grid):
 def points_of(x):
     """Values at places of several dimensions, negative ones too, also by sharded numbers and for a line of channels."""
     rows, columns = torch.tensor([[0, 5, -1], [3, 3, 6]]), torch.tensor([1, -2, 4])
-    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # as many as the batch and the rows
+    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # (batch, rows)
     y = x[:, :, rows, columns].sum((-1, -2)) + x[..., -3:, [2, 0], [1, 1]].sum(-1).sum(-1, keepdim=True)
     return y * x[:, :, own, own.abs()].cos().sum((2, 3))
 
 
 def apart(x):
-    """Values at places of dimensions that are not side by side, of which torch puts the result's dimensions first."""
+    """Index dimensions that are not adjacent; torch puts the dimensions of the result first."""
     rows, columns = torch.tensor([[0, 5, -1], [3, 3, 6]]), torch.tensor([1, -2, 4])
-    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # as many as the batch and the rows
+    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # (batch, rows)
     y = x[own.abs() % 2, :, own].cos().sum((2, 3)) + x[own, None, ..., own.abs()].sin().sum((2, 3, 4))
     few = rows.clamp(max=2)
     near = x[1:, few, :, columns].sum((0, 1, 2)) + x[[0, 2], ..., [1, 1]].sum((0, 1)) + x[few, 2, columns][0, 1, :1]

@@ -61,13 +61,13 @@ def test_bfloat16_is_as_exact_as_the_plain_kernel(pool: WorkerPool, method: str)
 
 
 def exact_case(method: str, cases: list[tuple[str, Mask]], swap: bool) -> list[list[str]]:
-    """What of a position-wise model comes out at the wrong place, for each (load balancer, mask)."""
+    """Return the misplaced outputs of a position-wise model, for each (load balancer, mask)."""
     process = Process.from_environment()
     with process_group(process, parse_command_line([]).config.comm):
         mesh = mesh_of_all(process)
         module = InnerAttention()
         ContextParallelAttention()._apply(module, mesh)
-        rows_on.cache_clear()  # of this process, which may have run other cases
+        rows_on.cache_clear()  # this process may have run other cases
         with mock.patch.object(AxisLayout, "indices", _swapped if swap else AxisLayout.indices):
             wrong = [_misplaced(mesh, module, ContextParallelOptions(method, name), mask) for name, mask in cases]
         rows_on.cache_clear()

@@ -1,4 +1,4 @@
-"""Gradients in bfloat16 on several ranks: as near to float32 as those of one bfloat16 process, up to a factor of 2."""
+"""Gradients in bfloat16 on several ranks have at most twice the error of one bfloat16 process, against float32."""
 
 from unittest import mock
 
@@ -67,7 +67,7 @@ _SENT_HALF = "--parallelism.context_parallel_gradient_dtype=bfloat16"
 
 
 def test_gradients_of_keys_in_bfloat16(pool: WorkerPool) -> None:
-    """Sums of dK and dV that are sent in bfloat16: half the bytes, and gradients as exact as those of one process."""
+    """Sums of dK and dV sent in bfloat16 take half the bytes, and gradients are as exact as on one process."""
     exact, alone = reference(pool), reference(pool, BFLOAT16)
     whole, half = (pool.run(4, counted_layout, [*_CP4, *more])[0] for more in ([], [_SENT_HALF]))
     assert whole[1]["dkv"] == 2 * half[1]["dkv"] > 0

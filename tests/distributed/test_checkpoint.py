@@ -85,7 +85,7 @@ def test_any_number_of_data_parallel_ranks_resumes_with_the_same_samples(pool: W
 
 
 def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, dict, list[int], list[int]]:
-    """Train on while the writer is held up; what is saved must be the state of its own step."""
+    """Train on while the writer waits; the checkpoint must have the state of its own step."""
     trained = threading.Event()
     write = dcp_files.Writer.write_data
 
@@ -198,5 +198,5 @@ def stop_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict[s
 @pytest.mark.parametrize("arguments", [["--job.max_minutes=10"], *slow([])], ids=["signals and minutes", "signals"])
 def test_loss_norm_and_stop_are_one_reduction(pool: WorkerPool, tmp_path: Path, arguments) -> None:
     arguments = [*arguments, "--metrics.log_freq=100", "--training.steps=100"]
-    # The other reduction is that of the number of labels, before the backward.
+    # The other reduction adds up the numbers of labels, before the backward.
     assert pool.run(2, stop_case, str(tmp_path), arguments) == [({"all_reduce": 2}, {})] * 2

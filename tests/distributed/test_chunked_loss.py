@@ -1,4 +1,4 @@
-"""Laws of the loss in chunks on ranks: parity with the dense loss of one process, and what is communicated for it."""
+"""Laws of the loss in chunks on ranks: parity with the dense loss of one process, and its communication."""
 
 from collections import Counter
 from typing import Any
@@ -134,7 +134,7 @@ def test_a_pipeline_makes_no_gradient_in_the_forward(pool: WorkerPool) -> None:
     assert of_step["statistics"] == of_step["gradient"] > 0 == of_step["at_once"]
 
 
-# ---- what is communicated
+# ---- communication
 
 
 class Collectives(TorchDispatchMode):

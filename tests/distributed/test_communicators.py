@@ -38,7 +38,7 @@ def degrees_of(world_size: int, **given: int) -> Degrees:
 
 
 def made_groups(degrees: Degrees, rank: int) -> list[int]:
-    """Return the number of ranks of each group that one rank of a job makes beside that of all ranks."""
+    """Return the sizes of the groups that one rank of a job creates, except the group of all ranks."""
     dist.init_process_group("fake", rank=rank, world_size=degrees.world_size, store=FakeStore())
     try:
         ParallelDims(degrees, "cpu")

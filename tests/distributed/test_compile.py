@@ -1,4 +1,4 @@
-"""Laws of torch.compile: every gradient is that of the single eager process, and all blocks share one graph."""
+"""Laws of torch.compile: every gradient equals the single eager process, and all blocks share one graph."""
 
 import contextlib
 import io
@@ -185,7 +185,7 @@ def test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again(poo
 
 @pytest.mark.slow
 def test_the_compiler_recomputes_every_second_layer_of_tensor_parallelism(pool: WorkerPool) -> None:
-    """A recomputed block and one that is not are two graphs, and what is kept lies in the middle."""
+    """Recomputed blocks and other blocks are two graphs; kept memory lies halfway between recomputing all and none."""
     arguments = ["--compile.enable", "--compile.backend=aot_eager", *LAYOUTS["tp2"][1]]
     selective = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
     kept = [pool.run(2, kept_case, [*arguments, *more])[0][0] for more in (FULL, selective, [])]
@@ -282,7 +282,7 @@ def test_graphs_are_counted(pool: WorkerPool) -> None:
 
 
 def settings_case() -> tuple[dict[str, bool], bool, float]:
-    """What the compiler is told with each function, and in the context of a step."""
+    """Return the options of torch.compile for a function, and the compiler's settings in the context of a step."""
     words = [
         "--parallelism.tensor_parallel_degree=2",
         "--parallelism.enable_async_tensor_parallel",

@@ -1,4 +1,4 @@
-"""What the context, the operator and the style refuse, each in one sentence; and that what is right beside it works."""
+"""Each refusal of the context, the operator and the style is one sentence, and similar valid uses work."""
 
 import copy
 import io
@@ -223,7 +223,7 @@ def test_what_would_be_silently_wrong_is_one_sentence(
 
 
 def rows_case(order: str) -> float:
-    """Error of attention under a mask for each sequence, with buffers of another order, beside a rotary table."""
+    """Return the error of attention with a mask for each sequence, buffers of another order, and a rotary table."""
     process = Process.from_environment()
     masks = [documents([3, 5], is_causal=True), causal(8), documents([8, 0])]
     q = torch.randn(3, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -244,7 +244,7 @@ def rows_case(order: str) -> float:
             assert any(torch.equal(x, part) or torch.equal(x, part.permute(2, 0, 1, 3)) for x in buffers)
             out = module(part, part, part, plan=cp.attention_plan)
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, mask=by_sequence(masks)) as cp:
-            assert len(cp.attention_plan) == 3  # as many as the mask tells apart
+            assert len(cp.attention_plan) == 3  # the different rows of the mask
             module(part, part, part, plan=cp.attention_plan)
     return ((out - wanted[:, :, mine]).norm() / wanted.norm()).item()
 

@@ -1,4 +1,4 @@
-"""Law: after `average_gradients` the gradients of a model on shards are those of one process, whatever wraps it."""
+"""Law: after `average_gradients` the gradients of a model on shards equal one process, whatever wraps it."""
 
 from collections.abc import Callable
 
@@ -123,7 +123,7 @@ def test_hooks_of_modules_get_whole_gradients(pool: WorkerPool) -> None:
 
 
 def odd_ones() -> dict[str, object]:
-    """What happens to parameters without a gradient, and what is refused."""
+    """Return the gradients of parameters that lacked one, and the messages of refusals."""
     found: dict[str, object] = {}
     with meshes() as (mesh, *_):
         rank = mesh.get_rank()
@@ -152,7 +152,7 @@ def test_odd_parameters_and_wrappers(pool: WorkerPool) -> None:
 
 
 def half_wrapped() -> str:
-    """What is said of a wrapper that has two of the four ranks of a mesh dimension."""
+    """Return the message about a wrapper that has two of the four ranks of a mesh dimension."""
     with meshes() as (mesh, square):
         with pytest.raises(ValueError) as error:
             average_gradients(DistributedDataParallel(network(), process_group=square.get_group(1)), mesh)

@@ -74,7 +74,7 @@ def compare(name: str, mesh: DeviceMesh, domain: Domain, fault: bool) -> dict[st
         errors[f"told {number}"] = float((meta.domain, meta.shape, meta.dtype) != (a.domain, a.shape, a.dtype))
     cotangents = [torch.randn(b.shape, dtype=b.dtype, generator=torch.Generator().manual_seed(2)) for b in expected]
     sum((b * c).sum() for b, c in zip(expected, cotangents, strict=True)).backward()
-    # What every rank has whole counts once a rank, so each takes its share.
+    # An output that every rank has whole counts once a rank, so each rank takes its share.
     mine = [share(c, a.domain, domain) for a, c in zip(got, cotangents, strict=True)]
     lost = mock.patch.object(sharded_rows, "all_to_all", nothing_arrives) if fault else nullcontext()
     with lost:
@@ -86,7 +86,7 @@ def compare(name: str, mesh: DeviceMesh, domain: Domain, fault: bool) -> dict[st
             errors[f"no gradient of {key}"] = float(p.grad is not None)
             continue
         torch.distributed.all_reduce(p.grad)
-        # A gradient that is zero but for rounding, as of a bias before a norm, is compared with the largest one.
+        # A gradient may be zero up to rounding, as for a bias before a norm. Compare it with the largest gradient.
         errors[f"gradient of {key}"] = error(p.grad, q.grad, q.grad if q.grad.norm() > 1e-9 * scale else scale)
     for (key, a), b in zip(ours.named_buffers(), theirs.buffers(), strict=True):
         a, b = a.double(), b.double()
@@ -156,7 +156,7 @@ def test_the_comparison_sees_that_gradients_of_halos_are_lost(pool: WorkerPool) 
 
 
 class Refused(nn.Module):
-    """A model of which one submodule has no rule."""
+    """A model with one submodule that has no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_what_parallelize_says_before_any_data(pool: WorkerPool) -> None:
 
 
 class Hooked(nn.Module):
-    """A convolution, and a head of what is whole."""
+    """A convolution, and a head on a tensor that every rank has whole."""
 
     def __init__(self, use_reentrant: bool | None = None) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Swish(torch.autograd.Function):
 
 
 def lost_gradients() -> dict[str, str]:
-    """What is said where torch would lose gradients or not run hooks: by `parallelize`, and at the first use."""
+    """Return the errors of uses that lose gradients or skip hooks in torch, by `parallelize` and at the first use."""
     said = {}
     with meshes() as all_meshes:
         domain = domain_on(all_meshes[-1])
@@ -278,7 +278,7 @@ def test_what_loses_gradients_is_refused(pool: WorkerPool) -> None:
 
 
 class Drops(nn.Module):
-    """Dropout of what is whole on every rank."""
+    """Dropout of a tensor that every rank has whole."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def test_inputs_that_ranks_describe_differently_are_refused(pool: WorkerPool) ->
 
 
 def attention_modules() -> dict[str, float]:
-    """NeighborhoodAttention on sharded and whole tensors, of which only the keys are sharded too."""
+    """Return errors of NeighborhoodAttention on sharded tensors, and on mixtures of sharded and whole tensors."""
     errors = {}
     with meshes() as all_meshes:
         domain = domain_on(all_meshes[-1])

@@ -1,4 +1,4 @@
-"""Law: neighbourhood attention over sharded axes equals dense attention under NATTEN's mask, and sends what is seen."""
+"""Law: neighbourhood attention on shards equals dense attention under NATTEN's mask, and sends seen rows only."""
 
 import random
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Law: neighbours of sharded points are those of all points, however they are divided; features get all gradients."""
+"""Law: points have the same neighbours however they are divided; features get all gradients."""
 
 import random
 from typing import Any
@@ -74,7 +74,7 @@ def test_neighbours_are_those_of_all_points(pool: WorkerPool, world_size: int, s
 
 
 def sent_by_regions() -> tuple[int, int]:
-    """Points that this rank sends where ranks have regions, and where they have points of everywhere."""
+    """Return the number of points that this rank sends, if ranks have regions, and if their points lie everywhere."""
     sent = []
     with meshes() as (mesh, *_):
         domain = Domain({0: Axis(balanced(400, mesh.size()), mesh.get_all_groups()[0])})
@@ -91,7 +91,7 @@ def sent_by_regions() -> tuple[int, int]:
 
 def test_ranks_with_regions_send_only_points_near_their_borders(pool: WorkerPool) -> None:
     for regions, everywhere in pool.run(2, sent_by_regions):
-        assert 0 < regions < 40  # of 200, of which a twentieth of the cube's width is a tenth
+        assert 0 < regions < 40  # of 200 points: a layer of a twentieth of the cube's width has a tenth of them
         assert everywhere > 150
 
 

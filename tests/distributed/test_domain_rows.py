@@ -100,7 +100,7 @@ def rows_by_masks() -> list[bool]:
 
 
 def rows_for_a_mask() -> list[str]:
-    """What is said of rows that cannot be given to a mask, on ranks that share two of its dimensions or one."""
+    """Return the errors of rows that cannot be assigned to a mask, on ranks that share two of its dimensions or one."""
     told = []
     with meshes() as (mesh, *_):
         groups = init_device_mesh("cpu", (2, mesh.size() // 2)).get_all_groups()

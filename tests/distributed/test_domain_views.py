@@ -93,7 +93,7 @@ def test_changes_in_place_are_refused_or_reach_what_they_reach_in_the_whole_tens
 
 
 def copies() -> list[str]:
-    """What is said of `flatten(2)` that copies, where torch has a view: changed, or used after the tensor changed."""
+    """Return the errors of a `flatten(2)` that copies, where torch has a view: changed, or used after x changed."""
     with meshes() as all_meshes:
         mesh = all_meshes[-1]
         axes = {2 + i: Axis(sized([4, 2]), group) for i, group in enumerate(mesh.get_all_groups())}

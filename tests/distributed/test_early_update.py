@@ -1,4 +1,4 @@
-"""Law: an update that begins during the backward is that of the ordinary step, bit for bit, and no error is lost."""
+"""Law: an update that begins during the backward equals the ordinary step, bit for bit, and no error is lost."""
 
 import contextlib
 import re
@@ -33,7 +33,7 @@ GROUPS = [
 ]
 EXPERTS = ["--model.name=qwen3_moe", "--activation_checkpoint.mode=full"]
 RECOMPUTED = ["--activation_checkpoint.mode=full", "--activation_checkpoint.group=2"]
-# Their gradients are the last ones, and of a tied matrix those of both ends.
+# Their gradients come last; a tied matrix has gradients from both ends of the model.
 LEFT = {"tok_embeddings", "norm", "mtp_norms"}
 
 
@@ -270,9 +270,9 @@ def repeated_case(folder: str, settings: list[str]) -> tuple[dict[str, Any], int
 
 
 def run_twice(layer: nn.Module) -> None:
-    """Let a layer run its network, and then all of it on the result, in two calls.
+    """Let a layer run its network in a first call, and the whole layer on the result in a second call.
 
-    Autograd adds up the gradients of the network over both, so that FSDP reduces those of attention first.
+    Autograd adds up the gradients of the network over both calls, so FSDP reduces the gradients of attention first.
     """
     whole_layer, calls = layer.forward, []
 

@@ -46,7 +46,7 @@ LENGTH = 48
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hugging Face folders in float64, and beside them documents, seven of which are long enough."""
+    """Hugging Face folders in float64, and documents in the same folder; seven documents are long enough."""
     path = tmp_path_factory.mktemp("evaluated")
     for name, args in (("hf", LLAMA), ("tied", replace(LLAMA, tie_embeddings=True))):
         model = hf_model("llama3", args)

@@ -92,7 +92,7 @@ def test_ranks_read_their_experts_and_write_all(
 
 
 def beside_case(family: str, modules: list[str], folder: str, arguments: list[str]) -> Record:
-    """Train adapters of attention, or of a shared expert, beside given experts."""
+    """Train adapters of attention, or of a shared expert, with frozen loaded experts."""
     with mock.patch.object(harness, "VOCAB", 4354):
         given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
         adapters = ["--lora.rank=4", "--lora.modules", *modules]
@@ -182,7 +182,7 @@ def test_adapters_of_experts_train_and_merge_alike_on_every_layout(
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *slow("gpt_oss")])
 def test_peft_loads_the_adapters_of_experts(pool: WorkerPool, tmp_path: Path, family: str) -> None:
-    """Its logits are those of the merged weights, and of other ones."""
+    """Its logits equal the merged weights' logits, and differ from the logits before training."""
     args: TransformerArgs = MODELS[family]
     theirs = hf_experts(family, args)
     theirs.save_pretrained(tmp_path / "hf")

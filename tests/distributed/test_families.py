@@ -113,7 +113,7 @@ def test_ranks_read_their_parts_and_write_all(pool: WorkerPool, tmp_path: Path, 
 
 
 def decay_types_case(arguments: list[str]) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """The types in which decays are computed, and those of their inputs, in a run."""
+    """Return the types in which a run computes decays, and the types of their inputs."""
     forward, computed, given = Decay.forward, set(), set()
 
     def seen(module: Decay, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +129,7 @@ def decay_types_case(arguments: list[str]) -> tuple[set[torch.dtype], set[torch.
 
 @pytest.mark.parametrize("family", ["kimi_linear", *slow("qwen3_next", "granitemoehybrid")])
 def test_decays_are_in_float32_beside_bfloat16(pool: WorkerPool, family: str) -> None:
-    """Of FSDP's parameters in bfloat16, those of decays are not rounded."""
+    """FSDP casts other parameters to bfloat16, but not the parameters of decays."""
     arguments = [f"--model.name={family}", "--training.mixed_precision_param=bfloat16", *degrees(dp_shard=2)]
     assert pool.run(2, decay_types_case, arguments) == 2 * [({torch.float32}, {torch.bfloat16})]
 

@@ -68,7 +68,7 @@ def their_loss(folder: Path, lines: list[dict]) -> float:
 @pytest.mark.parametrize("layout", ["one", "fsdp2+cp2"])
 @pytest.mark.slow
 def test_a_small_model_is_fine_tuned_and_exported(pool: WorkerPool, model: Path, tmp_path: Path, layout: str) -> None:
-    """Four sequences have a whole number of epochs: the first loss is that of transformers on all lines."""
+    """Four sequences have a whole number of epochs, so the first loss equals transformers' loss on all lines."""
     ranks, arguments = LAYOUTS.get(layout, (1, []))
     metrics, *_ = pool.run(ranks, tuned, str(model), str(tmp_path), arguments)
     lines = [json.loads(line) for line in (model.parent / "chat.jsonl").read_text().splitlines()]

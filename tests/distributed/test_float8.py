@@ -1,12 +1,12 @@
 """Laws of float8 on ranks: a layout gives the losses, gradients and weights of one process that computes in float8.
 
-Scales decide what is rounded how. Those of weights are found over all shards, so they, and with FSDP, TP and PP those
-of activations, too, are the single process's; float8 then rounds the same numbers, and the layouts agree as those of
-float32 do. Only where a sum in another order has moved a number across the border between two values of float8 does it
-differ by a whole step of 6 to 12 %: rarely, one number among thousands at first, and then some of those that depend on
+Scales decide how numbers are rounded. The scales of weights use all shards, so they equal the single process's scales;
+with FSDP, TP and PP the scales of activations do too. Float8 then rounds the same numbers, and the layouts agree as in
+float32. A sum in another order may move a number across the border between two float8 values. The number then differs
+by a whole step of 6 to 12 %. This is rare: at first one number among thousands, then some of the numbers that depend on
 it. Hence a tolerance of 1e-2 in norm (mostly it is 1e-7), where float8 itself changes gradients by 3e-2 to 1.4e-1. With
-context parallelism, tensorwise scales of activations are those of a rank's tokens, not of the whole row; then the law
-is that a rank is as near to high precision as one process is.
+context parallelism, tensorwise scales of activations use the tokens of a rank, not the whole row. The law is then that
+a rank is as near to high precision as one process is.
 """
 
 from collections import Counter

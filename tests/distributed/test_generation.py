@@ -1,4 +1,4 @@
-"""Law: the tokens are those of the model's own forward, on one rank and on several, with windows and in a batch."""
+"""Law: generated tokens equal the model's own forward, on one rank and on several, with windows and in a batch."""
 
 import os
 import shutil

@@ -103,7 +103,7 @@ def test_inputs_on_the_host_leave_one_group_on_the_device() -> None:
         model.layers.requires_grad_(False)
     six, twelve = (measure(model, tokens) for model in models)
     assert (six["kept_bytes"], six["peak_bytes"]) == (twelve["kept_bytes"], twelve["peak_bytes"])
-    assert six["kept_bytes"] < 3.1 * hidden  # beside the inputs, what the last norm keeps, and the output
+    assert six["kept_bytes"] < 3.1 * hidden  # besides the inputs: the last norm's and the output
 
 
 def test_the_input_of_the_group_before_is_fetched_ahead() -> None:

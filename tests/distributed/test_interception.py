@@ -177,7 +177,7 @@ def refused_calls_case() -> list[str]:
         with pytest.raises(ContextParallelError) as error:
             loss.backward()
         messages.append(str(error.value))
-        # Attention outside is that of one process again.
+        # Attention outside runs on one process again.
         assert model(x).shape == x.shape
         with pytest.raises(ZeroDivisionError), intercepted(mesh, x):
             raise ZeroDivisionError

@@ -93,7 +93,7 @@ def observe(arguments: list[str], folder: str, fail: str) -> Observed:
 
 
 def watch(trainer: Trainer, seen: Observed) -> None:
-    """Note what is known before the first step, and let layers and embedding tell what they do."""
+    """Record facts known before the first step, and add hooks to layers and embedding that record their calls."""
     parts = trainer.model_parts
     seen.parameters = {
         name: ((p.to_local() if isinstance(p, DTensor) else p).numel(), str(p.dtype).removeprefix("torch."))
@@ -297,7 +297,7 @@ def test_the_tests_that_are_named_exist_and_are_quick(name: str) -> None:
 
 
 def test_settings_without_effect_change_nothing(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """What is only told of (trainer/job/resolution.py) does not get in the way of a run on one rank."""
+    """Settings that a run only reports as ineffective (trainer/job/resolution.py) do not disturb a run on one rank."""
     in_vain = (
         "--float8.enable_fsdp_float8_all_gather",
         "--parallelism.context_parallel_method=hybrid --parallelism.context_parallel_hybrid_degrees 2 2",

@@ -1,4 +1,4 @@
-"""Laws of steps that are read during the next one: the run is bit for bit that of steps that are read at once.
+"""Laws of steps that are read during the next step: the run equals, bit for bit, a run that reads each step at once.
 
 A checkpoint, the first and the last step, and a stop know their outcome. No update follows a step that ends the run.
 """
@@ -87,7 +87,7 @@ def training_case(folder: str, arguments: list[str], at_once: bool = False, stop
 
 
 def lines_of(folder: Path) -> list[dict]:
-    """The logged steps, without what is measured."""
+    """Return the logged steps without measured values."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: x for key, x in line.items() if not key.startswith(TIMES)} for line in lines]
 

@@ -1,4 +1,4 @@
-"""Law: attention over latents of many ranks is latent attention of one process, and latents are what is sent.
+"""Law: attention over latents of many ranks equals latent attention of one process, and ranks send latents.
 
 The oracle expands the latents head by head, on one process, in float64. Cotangents are random.
 """

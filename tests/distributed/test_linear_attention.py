@@ -170,7 +170,7 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kind: str, batch: int, packed
 
 
 def maps_sent(layout: AxisLayout, behind: bool) -> int:
-    """Maps that travel: to each rank those of others before its last fragment, or behind its first one."""
+    """Return the number of maps that ranks get: maps of others before their last fragment, or behind their first."""
     owner = {i: r for r, ranges in enumerate(fragments_of(layout).ranges) for a, b in ranges for i in range(a, b)}
     found = 0
     for rank in range(layout.degree):

@@ -242,7 +242,7 @@ def of_peft(name: str) -> str:
 
 @pytest.mark.parametrize("rslora", [["--lora.rslora"], *slow([])])
 def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Path, rslora: list[str]) -> None:
-    """From the same start: losses; then what is converted there, alone and merged, has the logits of their loop."""
+    """From one start, losses are equal. Adapters converted here, alone and merged, have the logits of peft's run."""
     run = tmp_path / "run"
     got = pool.run(1, train, str(run), str(hf), [*rslora, "--lora.modules", "wq", "wo", "w2"])[0]
     targets = ["q_proj", "o_proj", "down_proj"]

@@ -1,4 +1,4 @@
-"""Law: losses, tokens and passes of each source of a mixture are those of one process on every layout."""
+"""Law: losses, tokens and passes of each source of a mixture equal one process on every layout."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ NAMES = ["web", "code", "none"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments of a job on three sources, of which the last one is left out."""
+    """Arguments of a job on three sources; the last source has the weight 0."""
     folder = tmp_path_factory.mktemp("mixture")
     for name in NAMES:
         lines = [json.dumps({"text": f"{name} {i} is {i * i} " * (i % 5 + 1)}) for i in range(40)]

@@ -1,6 +1,6 @@
-"""Law: multi-token prediction over ranks, chunks and micro-batches is that of one process; targets cross their borders.
+"""Law: multi-token prediction over ranks, chunks and micro-batches equals one process; targets cross their borders.
 
-Its layouts one by one: the support matrix. What one process computes: tests/unit/test_multi_token.py.
+The support matrix tests its layouts one by one, and tests/unit/test_multi_token.py the values on one process.
 """
 
 from unittest import mock

@@ -49,7 +49,7 @@ def of_one_process(pool: WorkerPool, *arguments: str) -> dict[str, torch.Tensor]
 
 
 def differences(pool: WorkerPool, layout: str, *model: str) -> dict[str, float]:
-    """Relative differences of weights and states to those of one process, after updates by the same gradients."""
+    """Return relative differences of weights and states to one process, after updates by the same gradients."""
     world_size, arguments = layout_of(layout)
     results = pool.run(world_size, rounding_case, [*model, *arguments])
     got, wanted = merged([{"state": result} for result in results], "state"), of_one_process(pool, *model)
@@ -105,7 +105,7 @@ def torchs_muon_case(rule: str, nesterov: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize(("rule", "nesterov"), [("original", True), ("match_rms_adamw", False)])
 def test_one_process_updates_as_pytorchs_muon(pool: WorkerPool, rule: str, nesterov: bool) -> None:
-    """Products of several matrices at once round as those of one: the difference is of the last bit of float32."""
+    """Products of several matrices at once may round differently: in the last bit of float32."""
     found = pool.run(1, torchs_muon_case, rule, nesterov)[0]
     assert set(found) == {f"layers.{i}.{name}.weight" for i in range(2) for name in MATRICES}
     assert largest(*found.values()) < 1e-6
@@ -151,7 +151,7 @@ def counted_case(arguments: list[str]) -> dict[str, object]:
 def test_each_product_runs_once_and_sends_what_it_must(
     pool: WorkerPool, layout: str, model: list[str], copies: int
 ) -> None:
-    """A matrix goes to its owner but for what the owner has, and back to all copies but for the owner's own shards.
+    """A matrix goes to its owner, without the owner's shard, and back to all copies, without the owner's own shards.
 
     copies: of each shard. An expert that lies on one rank stays there.
     """
@@ -232,7 +232,7 @@ def test_steps_that_are_read_late_are_those_that_are_read_at_once(pool: WorkerPo
 
 @pytest.mark.parametrize("stored", ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"])
 def test_what_is_stored_in_bfloat16_is_rounded_alike_on_every_layout(pool: WorkerPool, stored: str) -> None:
-    """Equal but for the few values whose float32 results lie within rounding of each other's border."""
+    """Values are equal, except for the few whose float32 results lie within rounding of each other's border."""
     given = [MUON, "--muon.dtype=float32", "--muon.per_head", "--training.dtype=float32", stored]
     world_size, arguments = LAYOUTS["fsdp2+tp2"]
     results = pool.run(world_size, rounding_case, [*given, *arguments])

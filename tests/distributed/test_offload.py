@@ -91,7 +91,7 @@ def test_wrong_values_that_come_back_are_seen(pool: WorkerPool, mode: list[str],
 
 
 def wrong_layout(arguments: list[str], smallest: int) -> harness.Record:
-    """Of tensors with so many dimensions; an input has 3, an output of attention 4."""
+    """Run with wrong copies of tensors with at least `smallest` dimensions: inputs have 3, outputs of attention 4."""
 
     def copy(self: CopyStream, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source).mul_(1 + 1e-6 * (source.ndim >= smallest))

@@ -1,4 +1,4 @@
-"""Law: with documents packed whole, training is that of one process on every layout, and padding is counted."""
+"""Law: with documents packed whole, training equals one process on every layout, and padding is counted."""
 
 import json
 from pathlib import Path

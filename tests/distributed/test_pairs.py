@@ -1,7 +1,7 @@
-"""Law: whatever is combined, losses, gradients, norm and weights are those of one process.
+"""Law: whatever is combined, losses, gradients, norm and weights equal one process.
 
-Every pair of degrees and features that go together stands in some row of a covering array, on at most four ranks. What
-a feature does on each single layout, up to eight ranks, is in the support matrix (make test-all).
+Every pair of degrees and features that work together is in some row of a covering array, on at most four ranks. The
+support matrix (make test-all) has each feature on each single layout, up to eight ranks.
 """
 
 import math

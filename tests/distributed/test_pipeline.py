@@ -1,4 +1,4 @@
-"""Laws of pipelines beside parity: what runs how often, what each rank holds, and how what cannot run is said."""
+"""Laws of pipelines other than parity: which calls run how often, the memory of each rank, and the refusals."""
 
 from collections import Counter
 from unittest import mock

@@ -153,7 +153,7 @@ def test_logits_within_the_bound_change_nothing(pool: WorkerPool) -> None:
 
 
 def left_out_case(arguments: list[str]) -> bool:
-    """A fused optimizer is told on the device that the step is not finite: return whether no weight has changed."""
+    """Tell a fused optimizer on the device that the step is not finite; return whether no weight has changed."""
     before: list[torch.Tensor] = []
 
     def masked(optimizer: torch.optim.Optimizer, not_finite: torch.Tensor) -> None:

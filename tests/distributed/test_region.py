@@ -1,4 +1,4 @@
-"""Laws of regions: a model of which a part is context parallel has the outputs and gradients of one process."""
+"""Laws of regions: a model with a context-parallel part has the outputs and gradients of one process."""
 
 from collections.abc import Callable
 from itertools import product

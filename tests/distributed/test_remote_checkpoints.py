@@ -147,7 +147,7 @@ def test_commands_read_a_run_whose_checkpoints_are_there(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another run branches off, the steps are verified, and the weights are those of a run with a folder."""
+    """Another run branches off, the steps are verified, and the weights equal a run with a local folder."""
     monkeypatch.setitem(MODELS["llama3"].flavors, "tiny", TINY)
     there = f"--checkpoint.folder={folder}"
     for run, more in (("far", [there]), ("near", [])):
@@ -175,7 +175,7 @@ def test_commands_read_a_run_whose_checkpoints_are_there(
 
 
 def requests_case(folder: str, arguments: list[str]) -> tuple[int, int]:
-    """Requests for contents while this rank resumed, and the tensors of which it holds a part."""
+    """Return the number of requests for contents while this rank resumed, and the number of tensors of its parts."""
     import s3fs
 
     asked: list[str] = []

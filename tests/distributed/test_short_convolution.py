@@ -1,4 +1,4 @@
-"""Law: a short convolution over many ranks is that of one process, whatever the layout and the documents."""
+"""Law: a short convolution over many ranks equals one process, whatever the layout and the documents."""
 
 import random
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def by_definition(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -
 
 
 def rows_to_fetch(layout: AxisLayout, rank: int, reach: int, *, after: bool) -> int:
-    """Rows of other ranks in the windows of a rank: `reach` of each range, but for those at the end, or its own."""
+    """Return the number of other ranks' rows in the windows of a rank: up to `reach` rows for each range."""
     own, rows = set(layout.indices(rank).tolist()), 0
     for start, stop in layout.ranges[rank]:
         window = range(stop, stop + reach) if after else range(start - reach, start)
@@ -129,7 +129,7 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kernel: int, batch: int, pack
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 @pytest.mark.parametrize("world_size", [2, 4, *slow(1, 3)])
 def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: int) -> None:
-    """Shards of any size, down to none and to one row, also many a rank; and what is sent is what is missing."""
+    """Shards have any size, down to none and to one row, and a rank may have many; ranks send only missing rows."""
     assert not [problem for rank in pool.run(world_size, random_cases, seed) for problem in rank]
 
 

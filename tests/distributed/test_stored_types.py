@@ -84,7 +84,7 @@ def test_every_layout_rounds_alike(pool: WorkerPool, layout: str, stored: str) -
 
 
 def test_negative_control_of_rounding(pool: WorkerPool) -> None:
-    """Values rounded to nearest, and those of another seed of the bits, are seen."""
+    """The comparison sees values that are rounded to nearest."""
     given = (MOMENTS, "--optimizer.implementation=for-loop")
     wanted = of_one_process(pool, *given)
     nearest = of_one_process(pool, *given, "--optimizer.rounding=nearest")
@@ -170,7 +170,7 @@ def test_a_checkpoint_loads_with_the_other_setting(pool: WorkerPool, tmp_path: P
 
 
 def memory_case(arguments: list[str]) -> tuple[int, int, int]:
-    """Bytes of moments that this rank has, those of norms among them, and what the job counts."""
+    """Return this rank's bytes of moments of matrices and of norms, and the bytes that the job counts."""
     with trainer_of(arguments) as trainer:
         ensure_state(trainer.optimizer)
         sizes = {True: 0, False: 0}

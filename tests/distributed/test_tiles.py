@@ -168,7 +168,7 @@ def parts_case(arguments: list[str]) -> list[int]:
 @pytest.mark.parametrize(("more", "parts"), [([], [4, 4, 4, 4]), (["--model.name=qwen3_moe"], [8, 8, 8, 8])])
 @pytest.mark.parametrize("mode", ["none", *slow("full")])
 def test_a_job_computes_in_parts(pool: WorkerPool, more: list[str], parts: list[int], mode: str) -> None:
-    """Of 32 tokens 10 a part are asked for; two sequences are beside each other, and those of experts in one row."""
+    """A part has at most 10 of the 32 tokens: 4 positions of two sequences, or for experts 8 tokens of one row."""
     sizes = ["--training.local_batch_size=2", "--training.global_batch_size=-1", "--training.seq_len=16"]
     arguments = [*sizes, *more, f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.mlp_chunk_tokens=10"]
     (calls,) = pool.run(1, parts_case, arguments)

@@ -1,4 +1,4 @@
-"""Law: root mean squares of weights and updates are those of whole tensors, on every layout, with every optimizer."""
+"""Law: root mean squares of weights and updates equal whole tensors', on every layout, with every optimizer."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Law: the validation loss is that of one process on every layout, and training continues as if there were none."""
+"""Law: the validation loss equals one process on every layout, and training continues as if there were none."""
 
 import json
 import math
@@ -178,7 +178,7 @@ def kept_case(data: str, folder: str, losses: list[float], done: int = 0) -> tup
 
 
 def test_the_best_checkpoint_is_saved_and_kept(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """Beside the last one; a run that resumes knows the best loss of its history."""
+    """The last checkpoint is kept too; a run that resumes knows the best loss of its history."""
     folder = str(tmp_path / "run")
     ((names, best),) = pool.run(1, kept_case, str(data), folder, [3.0, 2.0, 2.5, 2.2])
     assert names == ["step-2", "step-4"]

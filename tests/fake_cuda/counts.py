@@ -25,7 +25,7 @@ class CheckedRecorder(Recorder):
 
 
 def counted(events: Iterable[Event]) -> dict[str, Any]:
-    """Return the launches beside attention's kernels, these kernels, the messages and the copies, and their bytes."""
+    """Return the launches except attention's kernels, these kernels, the messages and the copies, and their bytes."""
     events = list(events)
     launches = Counter(e.name for e in events if e.kind == "launch")
     kernels = {name: number for name, number in sorted(launches.items()) if name in ATTENTION}

@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the results of the rows whose names contain a text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the names")
-    parser.add_argument("--quick", action="store_true", help="without those of WHOLE_ONLY")
+    parser.add_argument("--quick", action="store_true", help="without the rows of WHOLE_ONLY")
     parser.add_argument("--kind", choices=("jobs", "calls", "faults"), help="default: jobs and calls")
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth row, from the Ith")
     args = parser.parse_args(argv)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick:
         rows = [row for row in rows if row.name not in table.WHOLE_ONLY]
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported is not looked through again before each job
+    gc.freeze()  # so that no later collection visits imported objects
     print(json.dumps(results(rows[part::parts])))
     return 0
 

@@ -1,7 +1,7 @@
-"""Law: every GPU path runs on a GPU that does not exist, without a host read, with the launches that are committed.
+"""Law: every GPU path runs on a simulated GPU, without a host read, with the recorded launches.
 
-`machine.py` says what is checked of every operation; a row that breaks a rule is an error of that row. The counts are
-those of the pinned PyTorch: `python -m tests.fake_cuda --write` replaces them, and its difference belongs in review.
+`machine.py` lists the checks of every operation; a row that breaks a rule is an error of that row. The counts belong to
+the pinned PyTorch: `python -m tests.fake_cuda --write` replaces them. Review its difference.
 """
 
 import re
@@ -27,7 +27,7 @@ of_pinned = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What is found for the rows of this run."""
+    """Results of the rows of this run."""
     quick = ["--quick"] if "not slow" in request.config.option.markexpr else []
     return run(tmp_path_factory.mktemp("fake_cuda"), *quick)
 

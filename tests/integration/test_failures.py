@@ -82,7 +82,7 @@ def start(folder: Path, fault: str, *arguments: str, ranks: int = 2, launcher: s
 
 
 def ended(folder: Path, *processes: subprocess.Popen) -> list[Ended]:
-    """The launchers' ends, and what is left of each."""
+    """Return how each launcher ended, and the processes that it left."""
     mark, ends = folder / "failed", []
     try:
         for process in processes:
@@ -168,7 +168,7 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raise", "die"])
 def test_after_a_failed_checkpoint_a_run_resumes_from_the_last_good_one(tmp_path: Path, kind: str) -> None:
-    """The same losses as those of a run in which nothing failed."""
+    """The losses equal a run in which nothing failed."""
     whole = train(tmp_path / "whole")
     assert (whole.code, whole.err, whole.left) == (0, "", [])
     assert train(tmp_path / "failed", f"1 {kind} checkpoint").code != 0

@@ -33,7 +33,7 @@ prepare("fla.ops.common.chunk_delta_h", "fla.ops.common.chunk_h")
 
 
 def uneven(length: int) -> AxisLayout:
-    """Three ranks, of which one has no token and one has two fragments of a length."""
+    """Return a layout of three ranks: one has no token, and one has two fragments of the same length."""
     return AxisLayout("uneven", length, (((0, 4), (length - 4, length)), (), ((4, length - 4),)))
 
 
@@ -100,7 +100,7 @@ def test_maps_are_those_of_chunks(kind: str) -> None:
 
 
 def test_half_precision() -> None:
-    """Layers give queries and keys in float32 beside values in half precision; gradients have the inputs' types.
+    """Layers give queries and keys in float32, and values in half precision; gradients have the inputs' types.
 
     float16, because the interpreter's products of bfloat16 are wrong.
     """

@@ -1,9 +1,9 @@
 """Law: every command and every program of the documentation runs as written in a fresh clone.
 
 Bash runs a command as it stands. Its programs run in a shorter form, by one rule for each program (`shortened.py`), in
-children of a process that has imported them (`warm_server.py`); those of the README, and all of them with `--cold`,
-start as a user starts them. What the reader brings is made (`brought.py`). `exceptions.py` has the commands that cannot
-run so, with reasons. The commands of a page share a copy of the repository, in the order of the page.
+children of a process that has imported them (`warm_server.py`). The programs of the README, and all programs with
+`--cold`, start as a user starts them. `brought.py` makes the files that a reader has. `exceptions.py` has the commands
+that cannot run so, with reasons. The commands of a page share a copy of the repository, in the order of the page.
 """
 
 import re

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lct(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command in an environment with this wheel alone; its dependencies are those of the tests' environment."""
+    """The command in an environment with this wheel alone, and with the dependencies of the tests' environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"

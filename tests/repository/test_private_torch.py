@@ -291,7 +291,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-# What the tracer replaces and asks, beside what is in the table. Every test of tests/fake_cuda runs it.
+# Names that the tracer replaces or reads, in addition to the table. Every test of tests/fake_cuda runs the tracer.
 OF_THE_TRACER = {
     *("FakeStore", "FakeTensor", "FakeTensorMode", "OPDEFS", "ProcessGroup", "ShardingPropagator", "_ops", "_schema"),
     *("_PipelineSchedule", "_inference_mode", "_abstract_fn", "_init_fn", "set_ctx_getter", "_can_decompose", "_cdata"),

@@ -23,7 +23,7 @@ KEYS = ("tokens", "labels", "positions", "document_ids")
 
 
 class Numbers(tests.numbered.Numbers):
-    """Conversations, of which the second half is an answer."""
+    """Conversations whose second half is an answer."""
 
     def __getitem__(self, i: int) -> Encoded:
         ids = super().__getitem__(i).ids

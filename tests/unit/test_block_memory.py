@@ -149,7 +149,7 @@ def of_messages(direction: str, kv_heads: int = HEADS, query_heads: int = 0) -> 
 
 
 def test_exchanged_tensors_are_freed_after_their_use() -> None:
-    """When a message is sent, nothing but it is alive. What is sent and what is received are alive together."""
+    """While a message is sent, only the message is alive. A message and the received tensor are alive together."""
     lse = 1 / HEAD_DIM
     found = of_messages("forward")
     assert (found["qkv"], found["out"]) == ([3, 3], [1 + lse, 1 + lse])
@@ -160,7 +160,7 @@ def test_exchanged_tensors_are_freed_after_their_use() -> None:
 
 
 def test_passes_of_query_heads_take_less_memory() -> None:
-    """Two key/value heads on two ranks: four query heads share the one of a rank."""
+    """Two ranks have one key/value head each; four query heads share it."""
     whole, passes = (of_messages("backward", kv_heads=2, query_heads=queries)["most"] for queries in (0, 1))
     assert max(passes) < 0.85 * min(whole)
 

@@ -1,4 +1,4 @@
-"""Laws of conversations: texts and tokens equal those of transformers, and answers have labels."""
+"""Laws of conversations: texts and tokens equal transformers', and answers have labels."""
 
 import json
 from pathlib import Path
@@ -123,7 +123,7 @@ def test_calls_are_learnt_as_transformers_writes_them(folders):
 
 
 def test_openais_format_is_the_same_conversation(folders):
-    """Arguments are a string of JSON, and the content beside a call is null or missing."""
+    """Arguments are a string of JSON, and the content of a message with a call is null or missing."""
     arguments = json.dumps(CALL["function"]["arguments"], ensure_ascii=False)
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     wanted = sampled(encoder(folders["calls"]), (read({"messages": CALLING})))

@@ -1,6 +1,6 @@
 """Law of prompts: a model is asked by the text that training writes for the same messages, whatever form they have.
 
-The templates are those that TRL ships; the forms are those of OpenAI's clients.
+The templates come with TRL; OpenAI's clients write the forms.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Laws of what chat data may not be: templates and lines that cannot be right are told, each in one sentence."""
+"""Laws of refused chat data: each wrong template or line is refused in one sentence."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def without(condition: str) -> str:
         (CHATML, CALLING, "the call of 'add' in message 2"),
         (CALLS.replace("call.function.arguments | tojson", "'{}'"), CALLING, "the call of 'add' in message 2"),
         (without("message.role == 'tool'"), CALLING, "the content of message 3 (tool)"),
-        # A short content is not found in the place of an earlier message.
+        # A short content does not match the text of an earlier message.
         (
             without("loop.last"),
             [*TURNS[:3], {"role": "assistant", "content": "a"}],

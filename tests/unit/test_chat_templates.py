@@ -1,6 +1,6 @@
-"""Law of published chat templates: tokens are those of transformers, and labels lie on answers and their ends.
+"""Law of published chat templates: tokens equal transformers', and labels lie on answers and their ends.
 
-The templates are those that TRL ships. Its `_training` twins mark the answers by {% generation %}, written by hand.
+The templates come with TRL. Its `_training` twins mark the answers by {% generation %}, written by hand.
 """
 
 import json
@@ -166,7 +166,7 @@ def test_every_answer_that_is_learned_ends_in_a_special_token(name, tokenizers):
 
 
 # ruff: noqa: RUF001 - DeepSeek's names have a wide bar
-# What TRL's marks have beside an answer: parts of the prompt, and white space or a second token behind its end.
+# Texts that TRL marks in addition to an answer: parts of the prompt, and white space or a second token after its end.
 BESIDE = re.compile(
     r"\s*|<｜Assistant｜>\s*|<｜tool▁outputs▁end｜>|<\|start\|>assistant|(<think>\s*(</think>)?\s*)?|\s*<\|eos\|>"
 )

@@ -20,7 +20,7 @@ _DEGREES = (
     *("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"),
 )
 _REFUSED = re.compile(r"is not the .* of the checkpoint [^,;]*(, whose [^;]*)?; resume with ")
-# What changes -> settings, each of which is tried alone, on so many ranks.
+# Kind of change -> settings, each tried alone, and the number of ranks.
 CHANGES: dict[str, tuple[tuple[tuple[str, ...], ...], int]] = {
     "number of ranks": (((),), 8),
     "every degree of parallelism": (tuple((f"--parallelism.{name}_degree=2",) for name in _DEGREES), 2),

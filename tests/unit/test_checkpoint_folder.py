@@ -1,4 +1,4 @@
-"""The checkpoint folder as files: what counts as a checkpoint, what is refused, what is removed; all without torch."""
+"""The checkpoint folder as files: which entries are checkpoints, refused or removed; all without torch."""
 
 import json
 import subprocess
@@ -147,7 +147,7 @@ def test_retention_counts_up_to_the_one_just_written(tmp_path: Path):
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_every_nth_step_stays(tmp_path: Path, k: int):
-    """Beside the best and the last k; the one just written is never removed."""
+    """So do the best and the last k; the checkpoint just written is never removed."""
     for step in range(1, 12):
         save(tmp_path, step)
         mark_best(LocalStore(tmp_path), step, 0.5 if step == 2 else None)

@@ -23,7 +23,10 @@ EAGER = resolve_compilation(
 
 
 def problem(rows: int, length: int, dtype: torch.dtype, *, missing: float = 0.3) -> tuple[torch.Tensor, ...]:
-    """Hidden states, weight, labels of which a share is missing, and a cotangent for each token."""
+    """Return hidden states, weight, labels and cotangents of tokens.
+
+    missing: share of the tokens without a label.
+    """
     generator = torch.Generator().manual_seed(length)
     hidden = torch.randn(rows, length, DIM, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(VOCAB, DIM, generator=generator, dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Presets by name, what a missing file is told with, and the note for sequences longer than those of the file."""
+"""Presets by name, the error for a missing file, and the note for longer sequences than the file has."""
 
 from pathlib import Path
 
@@ -62,7 +62,7 @@ def test_a_missing_file_is_told_with_near_files_and_presets_only(name: str, hint
     assert str(error.value).startswith(f"job.config_file = {name!r} does not exist; {hint}")
 
 
-# ---- a longer sequence than that of the file
+# ---- a longer sequence than in the file
 
 BATCH = "[training]\nseq_len = 8192\nglobal_batch_size = 128\nlocal_batch_size = 1\n"
 NO_LENGTH = "[training]\nglobal_batch_size = 16\n"

@@ -82,7 +82,7 @@ def test_an_error_waits_for_the_step_that_needs_the_batch() -> None:
 
 
 def test_a_record_has_the_position_of_the_batches_that_were_taken() -> None:
-    """A step is logged during a later one: its record has its own position, not that of batches made since."""
+    """A later step logs a step, so its record must have its own position, not the position of batches made since."""
     data = ahead()
     data.take()
     data.make()

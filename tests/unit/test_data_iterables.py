@@ -145,7 +145,10 @@ def loader(name: str, packing: str | None = None, *, r: int = 0, d: int = 1, n: 
 
 
 def read(loaders: list[BatchLoader], steps: int, first: int = 0) -> list[tuple]:
-    """What the ranks read in so many steps, in global order; first: the number of the first sample."""
+    """Return the samples that the ranks read in some steps, in global order.
+
+    first: number of the first sample.
+    """
     of_ranks = [[tuple(b["tokens"][0].tolist()) for b in islice(iter(one), steps)] for one in loaders]
     return [
         sample

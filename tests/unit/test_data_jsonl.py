@@ -113,7 +113,7 @@ def test_bad_records_are_left_out_in_their_places_and_counted(tmp_path, caplog):
 
 
 def test_token_files_without_bad_records_are_for_runs_that_stop_at_them(tmp_path, caplog):
-    """Of those that leave some out, a run that stops says why; both share what is made."""
+    """A run that stops at bad records refuses token files that a skipping run made, with the reason."""
     (file := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
     assert "a.jsonl, line 2, must be" in refusal(open_documents, given("jsonl", file))
     assert [len(open_documents(given("jsonl", file, skips=True))[i].ids) > 0 for i in range(2)] == [True, False]
@@ -124,7 +124,7 @@ def test_token_files_without_bad_records_are_for_runs_that_stop_at_them(tmp_path
 
 
 def test_a_file_that_goes_away_is_no_bad_record(tmp_path):
-    """So many documents are gone with it that the run stops, whatever `on_bad_record` says."""
+    """A file holds many documents, so the run stops, whatever `on_bad_record` says."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
     source = all_documents(given("text", tmp_path, skips=True))

@@ -1,4 +1,4 @@
-"""Laws of `lct data show`: what is printed is what the run trains on, and the counts are those of the documents."""
+"""Laws of `lct data show`: it prints the samples that the run trains on, and counts the documents."""
 
 import re
 

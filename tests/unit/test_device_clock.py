@@ -11,7 +11,7 @@ from trainer.components.device_clock import DeviceClock
 
 
 class Machine:
-    """A GPU whose work takes so many seconds, given in advance by a host that does not wait."""
+    """A simulated GPU. The host queues work of known seconds in advance, and does not wait."""
 
     def __init__(self) -> None:
         self.host, self.busy_until, self.log = 100.0, 7.0, []  # the device has a clock of its own, 93 behind

@@ -51,9 +51,9 @@ def test_a_needle_stands_once_at_its_depth_and_is_asked_for_at_the_end(tokenizer
         assert len(number) == 8
         city = said.rsplit(" ", 1)[1]
         question = f" What is the magic number of {city}? The magic number of {city} is"
-        rest = tokenizer.decode(answer[:-1])  # the answer but for its last token, as true prefix
-        assert asked.endswith(question + rest)
-        assert not any(c.isdecimal() for c in said + asked.removesuffix(rest))
+        prefix = tokenizer.decode(answer[:-1])  # the answer without its last token, as true prefix
+        assert asked.endswith(question + prefix)
+        assert not any(c.isdecimal() for c in said + asked.removesuffix(prefix))
 
 
 def test_prompts_of_a_sample_differ_in_the_place_alone(tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Laws of jobs with experts: sizes, degrees, what is refused, the summary, the estimate of memory."""
+"""Laws of jobs with experts: sizes, degrees, refusals, the summary, the estimate of memory."""
 
 from dataclasses import replace
 

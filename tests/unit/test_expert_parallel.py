@@ -91,7 +91,7 @@ def test_a_dropped_token_is_seen() -> None:
 
 @pytest.mark.parametrize("routing", ["any", "all on the experts of one rank"])
 def test_a_token_is_sent_once_to_a_rank(routing: str) -> None:
-    """Bytes that were sent are those of the formula; a token with two experts on a rank is one row."""
+    """The bytes sent equal the formula; a token with two experts on a rank is one row."""
     (_, chosen, _, _), _, counts = problem(routing)
     before = exchange.bytes_sent.copy()
     run_ranks(RANKS, of_rank, routing)

@@ -77,7 +77,7 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(shape: dict[str, bool])
 
 @pytest.mark.parametrize("shape", [{}, {"biases": True, "clamped": True}])
 def test_the_grouped_product_is_the_loop(shape: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here in float32. On CPUs it needs a contiguous gradient, as that of the gated unit is."""
+    """This test uses float32. On CPUs the product needs a contiguous gradient, which the gated unit returns."""
     module = drawn(Experts(DIM, ExpertArgs(6, 2, 24, **shape)), torch.float32)
     wanted = outputs_and_gradients(module, module, *case(torch.float32))
     monkeypatch.setattr(experts_module, "has_grouped_product", lambda *_: True)

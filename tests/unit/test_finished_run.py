@@ -145,7 +145,7 @@ READS = (
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of somebody else, beside a package that its configuration names, and that leaves a mark when it runs."""
+    """A run of somebody else. Its configuration names a package in its folder, which leaves a mark if it runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     small_run(tmp_path / "stranger")

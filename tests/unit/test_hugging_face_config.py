@@ -132,7 +132,7 @@ def test_what_is_not_supported_is_named(folder: Path, entries: dict, message: st
 
 
 def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
-    """Before `layer_types`, and with what the published files say beside a switch that is off."""
+    """Older files have no `layer_types`, and published files keep a window's entries although its switch is off."""
     saved(tmp_path, QWEN2, family="qwen2")
     for entries, window in (
         ({"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}, None),

@@ -56,7 +56,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def place(module: str) -> tuple[int, str]:
-    """The floor and the folder of a module: that of the longest name that begins its own."""
+    """Return the floor and the folder of a module: the longest entry of FLOORS that is a prefix of its name."""
     found = [(len(name), number, name) for number, names in enumerate(FLOORS) for name in names if within(module, name)]
     return max(found)[1:]
 
@@ -113,7 +113,7 @@ DATA = ("tokenizers", "sources", "token_files", "order", "packing", "evaluation"
 
 
 def test_the_folders_of_data_follow_each_other() -> None:
-    """From documents to sequences; what joins them lies beside them in trainer/data."""
+    """From documents to sequences; the modules that join them lie in trainer/data itself."""
     names = [f"trainer.data.{name}" for name in DATA]
     arrows = {
         (a.split(".")[2], b.split(".")[2])

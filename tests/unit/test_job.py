@@ -18,7 +18,7 @@ from trainer.job.incompatible import INCOMPATIBLE, Pair
 pytestmark = pytest.mark.about("trainer/job/draft.py", "trainer/job/incompatible.py", "trainer/job/training.py")
 
 ROOT = Path(__file__).resolve().parents[2]
-# Those of language models; test_field_jobs.py has the others.
+# Presets of language models; examples/fields/tests/test_jobs.py has the others.
 CONFIGS = sorted(path for path in (ROOT / "train_configs").glob("*.toml") if not path.name.startswith("domain_"))
 # These need weights: test_lora.py, test_fine_tuning_presets.py
 _OF_WEIGHTS = {"llama3_8b_lora", "finetune", "sft", "lora", "dpo"}
@@ -145,7 +145,7 @@ def test_a_number_out_of_range_is_refused_with_one_that_works(key: str):
             assert message.startswith(f"{key} = {value!r} must be ")
             works = re.search(r"such as (\S+)$", message)[1]
             assert BOUNDS[key].test(float(works))
-    assert not BOUNDS[key].test(-2 if key.endswith("shard_degree") else -1)  # -1: what is left
+    assert not BOUNDS[key].test(-2 if key.endswith("shard_degree") else -1)  # -1: all other ranks
     assert BOUNDS[key].test(float("inf")) == (key == "training.max_norm")
     assert not BOUNDS[key].test(float("nan"))
 

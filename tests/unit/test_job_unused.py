@@ -1,4 +1,4 @@
-"""A key that is set and has no effect is told in one line, or refused; a key that has one, and a preset, are not."""
+"""A key without effect is reported in one line, or refused; a key with an effect, and a preset, are not."""
 
 import subprocess
 import sys

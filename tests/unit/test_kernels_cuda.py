@@ -76,7 +76,7 @@ def test_tiles_are_parts_of_a_whole(kernel: Kernel, whole: tuple[Relation, int, 
 @by_name
 @pytest.mark.parametrize("offset", [0, 1])
 def test_any_layout_of_the_inputs(kernel: Kernel, offset: int):
-    """Rows of one buffer, as keys and values are sent; the operator's stand-in refuses what is not aligned."""
+    """Inputs are rows of one buffer, as keys and values are sent; the operator's stand-in refuses unaligned inputs."""
     n, m = 6, 6
     q, k, v, cotangent = inputs(4, 2, n, m)
     buffer = torch.zeros(m * 2 * 2 * 2 * 8 + offset, dtype=torch.float64)[offset:].view(m, 2, 2, 2, 8)
@@ -131,7 +131,7 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
     launches, results, grads = launches_of(CALLS), {}, {}
     for launch in launches:
         results |= of_calls(launch, kernel.forward_many(q, k, v, launch, scale=0.3))
-    # FULL, CAUSAL, INV_CAUSAL, and BI_CAUSAL with 2 keys more than queries, of which both calls are
+    # FULL, CAUSAL, INV_CAUSAL, and BI_CAUSAL: both BI_CAUSAL calls have 2 keys more than queries
     assert counts == {"flash_forward": 4}
     whole_out, whole_lse = torch.randn_like(q), torch.randn_like(q[..., 0]) + 4
     given = BackwardInputs(cotangent, q, k, v, whole_out, whole_lse)
@@ -143,7 +143,7 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
 
 
 def same_one_by_one(calls: Sequence[Call], given: BackwardInputs, found: tuple[dict, dict]) -> None:
-    """Check results and gradients of each call against those of a kernel that computes it alone."""
+    """Check results and gradients of each call against a kernel that computes the call alone."""
     single = CudaFlash(OPS)
     for call in calls:
         dout, rows, out, lse = (x[:, :, slice(*call.q)] for x in (given.dout, given.q, given.out, given.lse))

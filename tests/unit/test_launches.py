@@ -209,7 +209,7 @@ def test_the_first_results_of_queries_are_fresh_and_no_others(problem: Problem, 
         # a square: a large part, and the rest of the queries with all keys
         (Tile((0, 1100), (0, 1100), CAUSAL), {((0, 1088), (0, 1088), CAUSAL), ((1088, 1100), (0, 1100), CAUSAL)}),
         (Tile((7, 1031), (7, 1031), CAUSAL), {((7, 1031), (7, 1031), CAUSAL)}),
-        # keys before the square, as many as are large, and fewer
+        # keys before the square: enough for a large part, and fewer
         (
             Tile((0, 1024), (0, 2148), CAUSAL),
             {((0, 1024), (1124, 2148), CAUSAL), ((0, 1024), (0, 1088), FULL), ((0, 1024), (1088, 1124), FULL)},

@@ -36,7 +36,7 @@ def tokens(device: str, *, of_channels: bool = False, beta: bool = True) -> Toke
 
 
 def test_an_installed_package_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with fake tensors, of which a plan of memory is made, and not for what it has no kernel for."""
+    """Except for fake tensors, with which memory is planned, and for inputs that have no kernel in the package."""
     monkeypatch.setattr(linear_kernels, "_has_package", lambda: True)
     monkeypatch.setattr(linear_kernels, "runs_fla", lambda *_, deterministic: not deterministic)
     assert linear_kernels.runs_kernels(tokens("cpu"))

@@ -35,7 +35,7 @@ def found(model: nn.Module, **how: bool) -> Mapping[str, tuple[Ranges, ...]]:
 @pytest.mark.parametrize(("family", "flavor"), CASES)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_each_parameter_of_a_family_is_in_one_group(family: str, flavor: str, per_head: bool) -> None:
-    """Each row of a matrix belongs to one, and what is no matrix is a vector or one of the known others."""
+    """Each row of a matrix belongs to one group; other parameters are vectors or known exceptions."""
     model = model_of(family, flavor)
     matrices = found(model, per_head=per_head)
     for name, parameter in model.named_parameters():

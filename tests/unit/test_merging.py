@@ -86,7 +86,7 @@ def test_queries_without_keys_are_zero() -> None:
 
 
 def case(dtype: torch.dtype, rows: slice, heads: slice, device: str = "cpu") -> list[torch.Tensor]:
-    """Totals, of which every third query saw no key yet, and a part of them."""
+    """Return totals, in which every third query saw no key yet, and a part to merge."""
     (total, total_lse), (out, lse) = part(S, 5, torch.promote_types(dtype, torch.float32)), part(S, 3, dtype, seed=1)
     total[:, :, ::3], total_lse[:, :, ::3] = 0, -torch.inf
     return [x.to(device) for x in (total, total_lse, out[:, heads, rows], lse[:, heads, rows])]

@@ -1,8 +1,8 @@
 """The order of the copies of offloaded inputs, on a simulated device that works late and in random order.
 
-Kernels and copies read and write memory when they are carried out, not when they are queued. A stream runs in order,
-streams run against each other as chance has it, and freed memory goes to the next tensor of its stream at once, as in
-PyTorch's allocator. A value that is read before it is written, or overwritten too early, is seen where it is used.
+Kernels and copies read and write memory when they run, not when they are queued. A stream runs in order, and streams
+interleave at random. As in PyTorch's allocator, freed memory goes to the next tensor of its stream at once. The test
+sees a value that is read before it is written, or overwritten too early, where it is used.
 """
 
 import random
@@ -284,7 +284,7 @@ class StreamOfTheBeginning(SimulatedCopies):
 
 
 class StreamOfTheMoment(SimulatedCopies):
-    """Another one than that of the memory."""
+    """Lets the current stream wait, in place of the stream of the memory."""
 
     def wait(self, copied: tuple[Stream, Event]) -> None:
         self.simulated.current().wait_event(copied[1])

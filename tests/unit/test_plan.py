@@ -76,7 +76,7 @@ def test_a_stage_of_head_tail_is_one_kernel_in_the_forward(degree: int):
     for rank in range(degree):
         stages = make_plan(layout, causal(layout.length), "ring", rank).forward
         assert [len(stage.tiles) for stage in stages] == [1] * degree
-        assert len({stage.pairs for stage in stages[1:]}) == 1  # what is sent hides behind what is computed
+        assert len({stage.pairs for stage in stages[1:]}) == 1  # computation hides communication
 
 
 @pytest.mark.parametrize("method", METHODS)

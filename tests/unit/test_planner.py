@@ -37,7 +37,7 @@ def job_of(*arguments: str, ranks: int = 1, layers: int = 4):
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 64 * _MIB)), max_size=200))
 @settings(max_examples=40, deadline=None)
 def test_blocks_of_the_allocator_never_overlap(changes: list[tuple[int, int]]) -> None:
-    """What is reserved is at least what is alive, rounded."""
+    """Reserved memory is at least the memory alive, rounded."""
     allocator, live, most = _Allocator(), {}, 0
     for name, size in changes:
         allocator.resize(name, size)

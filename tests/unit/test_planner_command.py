@@ -120,7 +120,7 @@ def test_the_times_of_a_gpu_are_not_measured_as_those_of_a_cpu(
     assert measured == [1 << 34]
 
 
-# ---- a run beside its estimate
+# ---- a run and its estimate
 
 
 def test_a_run_on_gpus_starts_an_estimate_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

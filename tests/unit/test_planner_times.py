@@ -134,7 +134,7 @@ def test_records_are_whole_and_wrong_ones_are_one_sentence(tmp_path: Path) -> No
 
 
 def fake(total, speed: float = 1.0, host: float = 0.0):
-    """An estimate of so many bytes."""
+    """Return an estimate of `total` bytes."""
     return SimpleNamespace(
         total=total,
         fits=total <= 80e9,

@@ -1,4 +1,4 @@
-"""Law: on GPUs the job's group is NCCL alone, bound to the rank's GPU; gloo is beside it only for tensors of CPUs."""
+"""Law: on GPUs the job's group is NCCL alone, bound to the rank's GPU; gloo is added only for tensors of CPUs."""
 
 from contextlib import nullcontext
 from unittest import mock

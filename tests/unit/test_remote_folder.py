@@ -148,7 +148,7 @@ def test_a_removal_that_is_killed_at_any_request_leaves_no_half_of_a_checkpoint(
 
 @pytest.mark.parametrize("other", ["begins", "is done", "starts"])
 def test_of_two_jobs_that_save_to_one_name_the_last_that_began_is_published(folder: RemoteStore, other: str) -> None:
-    """The first one is told, and none of its objects is taken for one of the other's."""
+    """The first job gets an error, and its objects never count as the other job's objects."""
     theirs = store_of("checkpoint.folder", str(folder))
     claim = folder.begin(500)
     folder.write(folder.step(500) / f"{claim}0_0.distcp", b"of the first")

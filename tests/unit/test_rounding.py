@@ -25,7 +25,7 @@ def bits(size: int, key: int = 5) -> torch.Tensor:
 @pytest.mark.parametrize("field", [0, 16, 32])
 @pytest.mark.parametrize("value", VALUES)
 def test_the_mean_of_rounded_values_is_the_value(value: float, field: int) -> None:
-    """Within 5 deviations of a mean of independent draws, of which each is one of two neighbours."""
+    """The tolerance is 5 deviations of a mean of independent draws; each draw is one of two neighbours."""
     x = torch.full((SAMPLES,), value)
     rounded = round_stochastically(x, bits(SAMPLES) >> field).double()
     low, high = rounded.min().item(), rounded.max().item()

@@ -68,7 +68,7 @@ def test_a_conversation_is_answered_whole_and_in_pieces(client, folder):
 
 
 def test_messages_as_clients_send_them_are_those_of_data(client, folder):
-    """Parts of text, arguments as a string of JSON, no content beside a call, and an answer as the client dumps it."""
+    """Parts of text, arguments as a string of JSON, a call without content, and an answer as the client dumps it."""
     first = client.chat.completions.create(messages=[QUESTION], **GREEDY).choices[0].message
     arguments = {"a": 2, "to": "three"}
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}

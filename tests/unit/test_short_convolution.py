@@ -1,4 +1,4 @@
-"""Law: a short convolution of packed documents is that of each document alone, by an explicit sum on one process."""
+"""Law: a short convolution of packed documents equals each document alone, by an explicit sum on one process."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_the_definition_and_its_gradients(kernel: int) -> None:
 
 
 def test_it_is_the_causal_convolution_of_torch() -> None:
-    """With the same weights, so that those of an nn.Conv1d can be loaded."""
+    """It has the same weights, so the weights of an nn.Conv1d can be loaded."""
     x, weight = draw(2, 9, 3), draw(3, 1, 4, seed=1)
     padded = torch.nn.functional.pad(x.transpose(1, 2), (3, 0))
     wanted = torch.nn.functional.conv1d(padded, weight, groups=3).transpose(1, 2)
@@ -59,7 +59,7 @@ def test_it_is_the_causal_convolution_of_torch() -> None:
 
 
 def test_other_documents_may_be_anything() -> None:
-    """Not multiplied by zero: what is infinite there stays there."""
+    """Values of other documents are not multiplied by zero: an infinite value does not spread."""
     x = draw(1, 6, 2).detach()
     x[0, :3] = torch.inf
     assert InnerConvolution()(x, draw(2, 1, 4, seed=1), positions=positions_of([[3, 3]]))[0, 3:].isfinite().all()

@@ -35,7 +35,7 @@ _SETTINGS = (
 
 
 def state(tree: ast.Module) -> Iterator[str]:
-    """What of a module outlives a call: mutable values at its top, and what it changes of the process."""
+    """Yield the state of a module that outlives a call: mutable values at its top, and changes of the process."""
     for node in tree.body:
         value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
         empty = isinstance(value, ast.Dict | ast.List) and not (

@@ -109,7 +109,7 @@ def test_the_kernel_and_its_rule(settings: list[str], device: str, kernel: str) 
     ],
 )
 def test_packages_that_would_be_faster(settings: list[str], device: str, named: bool) -> None:
-    """Documents and windows are FlashAttention's, of which PyTorch has the second."""
+    """FlashAttention computes documents and windows, and PyTorch has FlashAttention-2."""
     text = summary(job_of(f"{P}context_parallel_degree=2", *settings, ranks=2, device=device))
     words = re.sub(r"\s+", " ", text)
     assert ("FlashAttention-4 on compute capability 9.x and 10.x (pip install flash-attn-4)" in words) == named

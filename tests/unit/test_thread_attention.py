@@ -140,7 +140,7 @@ def test_no_head_group_raises_alone() -> None:
 
 
 def exchanged(rank: int, mesh: ThreadMesh, length: int) -> list[tuple[bool, bool]]:
-    """Whether results and gradients are those of the whole tensor."""
+    """Return whether results and gradients equal the whole tensor's, for each layout and wish."""
     results = []
     for build, kind in product(LAYOUTS.values(), ("everything", "halo", "other layout", "from one", "overlapping")):
         layout = build(length, mesh.size())

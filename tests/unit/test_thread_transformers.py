@@ -1,7 +1,7 @@
 """Law: each causal model of the installed transformers equals one process over ranks, also its windows, or is refused.
 
-Windows lie between the length of a rank's part and that of the sequence: transformers then takes them for longer than
-the sequence and makes no mask.
+Windows are longer than a rank's part and shorter than the sequence. Transformers then takes them for longer than the
+sequence and makes no mask.
 """
 
 import copy
@@ -80,7 +80,7 @@ def config_of(cls: type) -> Any:
 
 
 def _skip(name: str, reason: str) -> NoReturn:
-    """Skip a class that no small model of ours fits; those of `QUICK` must run."""
+    """Skip a class that no small model of ours fits; the classes in `QUICK` must run."""
     if name in QUICK:
         raise AssertionError(f"{name}: {reason}")
     pytest.skip(reason)

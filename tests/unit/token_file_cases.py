@@ -43,7 +43,7 @@ def refusal(path: object, **how: object) -> str:
 
 
 def small_shards(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Cut the inputs at so many bytes."""
+    """Cut the inputs into parts of at most `size` bytes."""
     monkeypatch.setattr(
         module.Inputs, "parts", lambda self, _: source_of(self.settings).parts(self.settings, self.files, size)
     )
