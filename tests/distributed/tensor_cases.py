@@ -256,8 +256,8 @@ def shown(x, y):
 
 
 def shown_rows(x, y):
-    found = (x * y)[(x > y).flatten(2).any(2)]
-    return (found * found.shape[0]).sum(0)
+    rows = (x * y)[(x > y).flatten(2).any(2)]
+    return (rows * rows.shape[0]).sum(0)
 
 
 def changed_where_shown(x, y):
@@ -273,8 +273,8 @@ def equation(x, w, b):
     u = F.conv2d(F.group_norm(x, 2), w / 8, b, padding=1).tanh() * x.sin().mean(2, True) + x.diff(dim=2).square().mean()
     u = u + F.avg_pool2d(u, 3, 1, 1) * u.roll(1, 2) + (u @ u.mT).softmax(-1)[..., :7] + x.logsumexp(2, True)
     (slope,) = torch.autograd.grad(u.sin().mean(), x, create_graph=True)
-    (second, of_weight) = torch.autograd.grad(slope, [x, w], slope.detach().cos(), create_graph=True)
-    return (slope.square() * u).sum() + (1 + second.square().sum()) * (1 + of_weight.square().sum())
+    (second, weight_slope) = torch.autograd.grad(slope, [x, w], slope.detach().cos(), create_graph=True)
+    return (slope.square() * u).sum() + (1 + second.square().sum()) * (1 + weight_slope.square().sum())
 
 
 def sharded_mask(q, k, v, bias):
@@ -319,9 +319,9 @@ def equations(x, y, z):
 def labelled(x, y, reduction):
     labels = (torch.arange(3 * 8 * 7).view(3, 8, 7) * 5 % 7 - 3).clamp(min=-1)  # 0 to 3, and -1, which is none
     how = {"weight": torch.tensor([0.5, 1, 2, 0.1], dtype=torch.float64), "reduction": reduction}
-    found = F.cross_entropy(x, labels, ignore_index=-1, label_smoothing=0.1, **how)
-    found = found + F.nll_loss(x.log_softmax(1), labels, ignore_index=-1, **how)
-    return found + F.cross_entropy(x, y.softmax(1), **how)
+    loss = F.cross_entropy(x, labels, ignore_index=-1, label_smoothing=0.1, **how)
+    loss = loss + F.nll_loss(x.log_softmax(1), labels, ignore_index=-1, **how)
+    return loss + F.cross_entropy(x, y.softmax(1), **how)
 
 
 def weighted(x, y, w, reduction):
@@ -361,7 +361,7 @@ def broadcast(q, k, v, w):
 
 
 def multi_head_with_extras(x, y, *parameters):
-    weight, bias, out, mask, of_key, of_value, keys, values = parameters
+    weight, bias, out, mask, key_bias, value_bias, keys, values = parameters
     z = torch.cat([x, x[:2].sin()]) * y
     causal = torch.ones(5, 7, dtype=torch.bool).triu(1)
     padded = torch.arange(7).expand(3, 7) % 4 == torch.arange(3)[:, None]
@@ -373,8 +373,8 @@ def multi_head_with_extras(x, y, *parameters):
         2,
         weight,
         bias,
-        of_key,
-        of_value,
+        key_bias,
+        value_bias,
         True,
         0.0,
         out,
@@ -390,8 +390,8 @@ def multi_head_with_extras(x, y, *parameters):
         2,
         weight,
         bias,
-        of_key,
-        of_value,
+        key_bias,
+        value_bias,
         False,
         0.0,
         out,
@@ -448,10 +448,10 @@ def hooked(x, y, w):
     module.register_full_backward_hook(lambda _, into, out: (into[0] * out[0].amax(), into[1], into[2] * 3, into[3]))
     module.register_full_backward_hook(lambda _, into, out: (into[0][:, :, torch.arange(8)], *into[1:]))
     norm.register_full_backward_hook(lambda _, into, out: (into[0] * (out[0] - into[0]).std(),))
-    of_all = nn.modules.module.register_module_full_backward_hook(
+    global_hook = nn.modules.module.register_module_full_backward_hook(
         lambda *args: None if args[2][0] is None else tuple(None if grad is None else grad * 1.5 for grad in args[1])
     )
-    with contextlib.closing(SimpleNamespace(close=of_all.remove)):
+    with contextlib.closing(SimpleNamespace(close=global_hook.remove)):
         a, b, times = module(x.sin(), x * y, w * 1, 3)
         return a * times + norm(b) + F.conv2d(norm(x), torch.ones(4, 4, 1, 3, dtype=x.dtype), padding="same")
 
@@ -713,9 +713,9 @@ ALONG = [
     case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
     *[
         case(
-            f"products of {what}edges", products, (11, 4), (11, 1), shape=(9, 4), sharded=dims, others=others, ties=ties
+            f"products of {kind}edges", products, (11, 4), (11, 1), shape=(9, 4), sharded=dims, others=others, ties=ties
         )
-        for what, dims, others, ties in (
+        for kind, dims, others, ties in (
             ("", (0, 1), (0,), False),
             ("equal ", (0, 1), (0, 1), True),
             ("equal whole ", (0,), (), True),

@@ -124,7 +124,7 @@ def planted_case(folder: str, arguments: list[str], fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         (
             "surplus",
@@ -136,12 +136,12 @@ def planted_case(folder: str, arguments: list[str], fault: str) -> None:
         ),
     ],
 )
-def test_an_entry_too_many_or_too_few_is_an_error(pool: WorkerPool, tmp_path: Path, fault: str, told: str) -> None:
+def test_an_entry_too_many_or_too_few_is_an_error(pool: WorkerPool, tmp_path: Path, fault: str, message: str) -> None:
     pool.run(1, planted_case, str(tmp_path), MODEL, fault)
     for layout in ("one process", "pp2"):  # no rank of a pipeline has all names
         with pytest.raises(RankFailedError, match="SharedConfigError") as error:
             state_and_losses(pool, layout, tmp_path)
-        assert told in str(error.value)
+        assert message in str(error.value)
         assert "use another with checkpoint.load_step" in str(error.value) or "remove it" in str(error.value)
 
 

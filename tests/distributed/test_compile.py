@@ -188,7 +188,7 @@ def test_the_compiler_recomputes_every_second_layer_of_tensor_parallelism(pool: 
     """Recomputed blocks and other blocks are two graphs; kept memory lies halfway between recomputing all and none."""
     arguments = ["--compile.enable", "--compile.backend=aot_eager", *LAYOUTS["tp2"][1]]
     selective = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
-    kept = [pool.run(2, kept_case, [*arguments, *more])[0][0] for more in (FULL, selective, [])]
+    kept = [pool.run(2, kept_case, [*arguments, *options])[0][0] for options in (FULL, selective, [])]
     assert kept[0] < kept[1] < kept[2]
     assert kept[1] == pytest.approx((kept[0] + kept[2]) / 2, rel=0.1)
     record, counts = pool.run(2, compiled_case, [PRECISION, "--compile.backend=aot_eager", *arguments, *selective])[0]
@@ -261,7 +261,7 @@ def test_code_that_another_compiled_is_not_taken(pool: WorkerPool, tmp_path: Pat
         world_size, arguments = LAYOUTS[layout]
         results = pool.run(world_size, cached_case, str(tmp_path), [*loss, *arguments])
         assert_parity(results[0][0], reference(pool, PRECISION), 1e-10)
-        assert [found for _, found in results] == [hits] * world_size
+        assert [hits_of_rank for _, hits_of_rank in results] == [hits] * world_size
 
 
 @pytest.mark.parametrize(("rank", "groups"), [(1, "2 3"), (0, "2 4")], ids=["another rank", "another job"])

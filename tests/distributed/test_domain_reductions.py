@@ -82,8 +82,8 @@ def far_from_zero() -> list[float]:
         expected = F.group_norm(whole, 2)
         (wanted,) = torch.autograd.grad(expected, whole, cotangent.double())
         y = F.group_norm(DomainTensor(local(x, domain), domain), 2).local
-        (found,) = torch.autograd.grad(y, x, local(cotangent, domain))
-        return [error(a, local(b, domain)) for a, b in ((y, expected), (local(found, domain), wanted))]
+        (gradient,) = torch.autograd.grad(y, x, local(cotangent, domain))
+        return [error(a, local(b, domain)) for a, b in ((y, expected), (local(gradient, domain), wanted))]
 
 
 def test_statistics_of_values_far_from_zero_lose_no_digits(pool: WorkerPool) -> None:
@@ -126,9 +126,9 @@ def precision() -> list[str]:
                 ]
                 wanted = local(gradients[0], domain)
                 scale = 1 if ours.domain.axes else 2  # a result that both ranks have whole counts twice
-                mine = error(gradients[2] / scale, wanted), error(local(gradients[1], domain), wanted)
-                if ours.dtype != dtype or not all(a <= 2 * b + slack for a, b in (errors, mine)):
-                    wrong.append(f"{name} in {dtype}: {errors}, gradients {mine}")
+                gradient_errors = error(gradients[2] / scale, wanted), error(local(gradients[1], domain), wanted)
+                if ours.dtype != dtype or not all(a <= 2 * b + slack for a, b in (errors, gradient_errors)):
+                    wrong.append(f"{name} in {dtype}: {errors}, gradients {gradient_errors}")
     return wrong
 
 
@@ -160,9 +160,9 @@ def special_values() -> list[str]:
             for name, function in SPECIAL.items():
                 x = torch.randn(2, 2, 8, 2, generator=torch.Generator().manual_seed(0))
                 x[1, 1, row, 0] = torch.nan
-                found, wanted = function(DomainTensor(local(x, domain), domain)), function(x)
-                if not torch.equal(found.local.nan_to_num(7.0), local(wanted, found.domain).nan_to_num(7.0)):
-                    wrong.append(f"{name}, NaN in row {row}: {found.local}, {wanted}")
+                result, wanted = function(DomainTensor(local(x, domain), domain)), function(x)
+                if not torch.equal(result.local.nan_to_num(7.0), local(wanted, result.domain).nan_to_num(7.0)):
+                    wrong.append(f"{name}, NaN in row {row}: {result.local}, {wanted}")
     return wrong
 
 

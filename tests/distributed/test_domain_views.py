@@ -75,7 +75,7 @@ def aliases() -> list[str]:
                 gradients = [torch.autograd.grad(s, leaf)[0] for s, leaf in zip(sums, leaves, strict=True)]
                 same = error(gradients[1] / mesh.size(), local(gradients[0], domain)) <= 1e-12
                 wrong += [f"gradient of {name}, rows {sizes}"] * (not same)
-    return wrong + [f"refusal of {name}" for name, found in refused.items() if found != {name in VIEWS}]
+    return wrong + [f"refusal of {name}" for name, outcomes in refused.items() if outcomes != {name in VIEWS}]
 
 
 def is_refused(function: Callable[[Any], Any], x: Any) -> bool:

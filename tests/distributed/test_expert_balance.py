@@ -119,7 +119,7 @@ def texts(plan: Callable[..., BatchPlan], *, padded: bool) -> Iterator[Batch]:
             yield batch | {"padding": 16 * padded, "plan": plan(arrays)}
 
 
-def of_texts_case(padded: bool) -> Record:
+def texts_case(padded: bool) -> Record:
     size = "--training.global_batch_size=" + ("8" if padded else "4")
 
     def batches(_task: MadeRows, plan: Callable[..., BatchPlan]) -> Iterator[Batch]:
@@ -131,7 +131,7 @@ def of_texts_case(padded: bool) -> Record:
 
 def test_padded_texts_are_learnt_as_packed_ones(pool: WorkerPool) -> None:
     """Loads, the balance loss, and all gradients."""
-    padded, packed = (pool.run(1, of_texts_case, padded)[0] for padded in (True, False))
+    padded, packed = (pool.run(1, texts_case, padded)[0] for padded in (True, False))
     assert [x["loss"] for x in padded.metrics] == pytest.approx([x["loss"] for x in packed.metrics], rel=1e-12)
     for name, load in packed.buffers.items():
         assert torch.allclose(padded.buffers[name], load, rtol=0, atol=1e-12), name

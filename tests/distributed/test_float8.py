@@ -102,8 +102,8 @@ def errors(got: Record, exact: Record) -> dict[str, float]:
     """Relative distance of the gradient of each parameter, over all steps."""
     distances = {}
     for name in exact.gradients[0]:
-        mine, theirs = (torch.stack([step[name] for step in record.gradients]) for record in (got, exact))
-        distances[name] = ((mine - theirs).norm() / theirs.norm()).item()
+        gradients, exact_gradients = (torch.stack([step[name] for step in record.gradients]) for record in (got, exact))
+        distances[name] = ((gradients - exact_gradients).norm() / exact_gradients.norm()).item()
     return distances
 
 
@@ -125,8 +125,8 @@ def test_other_scales_are_as_near_to_high_precision(pool: WorkerPool, layout: st
     exact = reference(pool)
     usual = errors(reference(pool, *FLOAT8), exact)
     assert all(error < 1.5 * usual[name] for name, error in errors(got, exact).items())
-    for mine, theirs in zip(got.metrics, exact.metrics, strict=True):
-        assert abs(mine["loss"] - theirs["loss"]) < 1e-3 * theirs["loss"]
+    for line, exact_line in zip(got.metrics, exact.metrics, strict=True):
+        assert abs(line["loss"] - exact_line["loss"]) < 1e-3 * exact_line["loss"]
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_shards_are_gathered_in_float8_and_scales_in_one_reduction(pool: WorkerP
     world_size, arguments = LAYOUTS["fsdp2"]
     settings = [*ROWS, *arguments]
     float8, gathered = (
-        pool.run(world_size, counted_case, [*settings, *more])[0] for more in (FLOAT8, [*FLOAT8, GATHER])
+        pool.run(world_size, counted_case, [*settings, *options])[0] for options in (FLOAT8, [*FLOAT8, GATHER])
     )
     passes = STEPS * 4  # 8 rows on two ranks, one a micro-batch
     layer = 64 * (64 + 32 + 32 + 64 + 3 * 96)  # numbers of the matrices of a layer of the tiny model

@@ -210,7 +210,7 @@ def test_a_combination_equals_one_process(pool: WorkerPool, row: Row) -> None:
 def test_every_pair_that_goes_together_is_in_a_row() -> None:
     """And the quick rows hold every value, and two of three pairs."""
     everything, quick = ({pair for row in rows for pair in pairs_of(row)} for rows in (ROWS, QUICK))
-    values = {(axis, value) for axis, of_axis in AXES.items() for value in of_axis}
+    values = {(axis, value) for axis, axis_values in AXES.items() for value in axis_values}
     assert {value for pair in quick for value in pair} == values
     assert len(quick) > 2 / 3 * len(everything)
     for a, b in combinations(sorted(values), 2):

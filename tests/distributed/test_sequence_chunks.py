@@ -153,12 +153,12 @@ def memory_case(arguments: list[str]) -> tuple[int, int]:
 
 def test_memory_of_activations_is_that_of_one_chunk(pool: WorkerPool) -> None:
     """In addition, K/V and dK/dV of all layers and of all chunks except the last wait."""
-    found = {n: pool.run(1, memory_case, [f"--training.sequence_chunks={n}"])[0] for n in (2, 4, 8)}
-    activations = {chunks: peak for chunks, (peak, _) in found.items()}
+    peaks = {n: pool.run(1, memory_case, [f"--training.sequence_chunks={n}"])[0] for n in (2, 4, 8)}
+    activations = {chunks: peak for chunks, (peak, _) in peaks.items()}
     assert activations[2] - activations[4] == pytest.approx(2 * (activations[4] - activations[8]), rel=1e-2)
     assert activations[4] - activations[8] > 0.4 * activations[4]
     row = 2 * TINY.n_kv_heads * TINY.head_dim * TINY.n_layers
-    for chunks, (_, waiting) in found.items():
+    for chunks, (_, waiting) in peaks.items():
         assert waiting == (512 - 512 // chunks) * row * (4 + 4), chunks
 
 

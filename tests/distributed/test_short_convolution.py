@@ -104,12 +104,12 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kernel: int, batch: int, pack
     wanted = by_definition(x, weight, starts)
     rank = mesh.get_local_rank()
     own = torch.from_numpy(layout.indices(rank))
-    mine = x[:, own].detach().requires_grad_()
+    shard = x[:, own].detach().requires_grad_()
     exchange.bytes_sent.clear()
     with region(mesh, layout, sequences=batch) as opened:
-        got = context_parallel_convolution(mine, weight, opened.attention_plan, positions[:, own] if packed else None)
+        got = context_parallel_convolution(shard, weight, opened.attention_plan, positions[:, own] if packed else None)
         sent = exchange.bytes_sent["exchange"]
-        dx, dweight = torch.autograd.grad(got, (mine, weight), cotangent[:, own])
+        dx, dweight = torch.autograd.grad(got, (shard, weight), cotangent[:, own])
     dist.all_reduce(dweight)
     wanted_dx, wanted_dweight = torch.autograd.grad(wanted, (x, weight), cotangent)
     pairs = {

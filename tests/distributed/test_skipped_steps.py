@@ -90,9 +90,9 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pool: WorkerPool, la
     wanted, logged = one_process(pool), results[0]["logged"]
     assert [line["step"] for line in logged] == [line["step"] for line in wanted] == [1, 4]
     assert [line["skipped_steps"] for line in logged] == [0, 2]
-    for mine, theirs in zip(logged, wanted, strict=True):
+    for ours, theirs in zip(logged, wanted, strict=True):
         for key in ("loss", "grad_norm", "lr", "tokens_seen"):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-10), (mine["step"], key)
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-10), (ours["step"], key)
 
 
 def test_by_default_the_first_one_ends_the_run() -> None:

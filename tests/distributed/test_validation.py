@@ -95,8 +95,8 @@ def test_the_loss_is_that_of_one_process(
 ) -> None:
     """Seven sequences, which no number of ranks divides; two rows a forward."""
     world_size, arguments = LAYOUTS[layout]
-    of_one = [setting for setting in settings if "chunks" not in setting]
-    (wanted,) = pool.run(1, validated_case, str(data), str(tmp_path / "one"), of_one)
+    single_settings = [setting for setting in settings if "chunks" not in setting]
+    (wanted,) = pool.run(1, validated_case, str(data), str(tmp_path / "one"), single_settings)
     for got in pool.run(world_size, validated_case, str(data), str(tmp_path / "many"), [*settings, *arguments]):
         assert got.tokens == wanted.tokens > 50
         assert got.loss == pytest.approx(wanted.loss, rel=1e-12)
@@ -224,7 +224,7 @@ def time_outs_case(data: str, folder: str, arguments: list[str]) -> list[float]:
         seen: list[float] = []
         run = trainer.validation.run
         trainer._set_timeout = seen.append
-        trainer.validation.run = lambda *given: (seen.append(math.nan), run(*given))[1]
+        trainer.validation.run = lambda *args: (seen.append(math.nan), run(*args))[1]
         trainer.train()
     return seen
 
@@ -256,8 +256,8 @@ def scales_case(data: str, folder: str, arguments: list[str]) -> tuple[float, fl
 def test_weights_are_scaled_again_for_float8(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Scales are found once a step, before it changes the weights."""
     settings = [f"--float8.{name}" for name in ("enable", "emulate", "enable_fsdp_float8_all_gather")]
-    for found, wanted in pool.run(2, scales_case, str(data), str(tmp_path), [*settings, *LAYOUTS["fsdp2"][1]]):
-        assert found == wanted
+    for scales, wanted in pool.run(2, scales_case, str(data), str(tmp_path), [*settings, *LAYOUTS["fsdp2"][1]]):
+        assert scales == wanted
 
 
 def test_lines_of_validation(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
