@@ -29,9 +29,9 @@ def covering_array(
     draw = random.Random(seed)
     missing = {
         pair
-        for (a, of_a), (b, of_b) in combinations(sorted(axes.items()), 2)
-        for x in of_a
-        for y in of_b
+        for (a, a_values), (b, b_values) in combinations(sorted(axes.items()), 2)
+        for x in a_values
+        for y in b_values
         for pair in [((a, x), (b, y))]
     }
     rows: list[Row] = []

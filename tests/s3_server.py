@@ -58,5 +58,5 @@ def reached_by(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    with s3_server() as found:
-        sys.exit(subprocess.run(sys.argv[1:], env={**os.environ, **found}).returncode)
+    with s3_server() as variables:
+        sys.exit(subprocess.run(sys.argv[1:], env={**os.environ, **variables}).returncode)

@@ -36,7 +36,7 @@ _BATCH, _HEADS, _KV_HEADS, _HEAD_DIM, _WINDOW = 1, 32, 8, 128, 4096
 _OPERATORS = "context_parallel_attention", "context_parallel_attention_backward"
 
 
-def of_call(row: table.Call) -> dict[str, Any]:
+def count_call(row: table.Call) -> dict[str, Any]:
     """Run attention forward and backward, and return the counts of each."""
     recorder, gpu = CheckedRecorder(), Gpu()
     mode = FakeDevice("cuda", recorder.observe, recorder.around)
@@ -76,45 +76,45 @@ def _documents(length: int) -> Any:
     return documents_of(np.sort(np.random.default_rng(0).integers(0, 100, (_BATCH, length)), axis=1))
 
 
-def of_job(row: table.Job) -> dict[str, Any]:
+def count_job(row: table.Job) -> dict[str, Any]:
     """Return the counts of a layer and of the last step, and the peak of its live bytes."""
     last = row.steps
     events = trace(row.resolved(), row.rank, row.gpu, last, CheckedRecorder())
     step = [e for e in events.all if e.step == last]
-    found: dict[str, Any] = {"step": counted(step)}
+    result: dict[str, Any] = {"step": counted(step)}
     for direction, name in zip(("forward", "backward"), _OPERATORS, strict=True):
         if layer := events.layer(last, name):
-            found[direction] = counted(layer)
-    found["waits"] = sorted({f"{e.name} ({e.where})" for e in events.all if e.step and e.where})
+            result[direction] = counted(layer)
+    result["waits"] = sorted({f"{e.name} ({e.where})" for e in events.all if e.step and e.where})
     if row.memory:
-        found["peak"], found["peak_at"] = events.peak(last)
-    return found
+        result["peak"], result["peak_at"] = events.peak(last)
+    return result
 
 
-def of_fault(row: Fault) -> dict[str, Any]:
+def count_fault(row: Fault) -> dict[str, Any]:
     """Run the call in which it is planted."""
     with entered(*row.planted()):
-        return of_call(OF)
+        return count_call(OF)
 
 
-_FOUND = {table.Call: of_call, table.Job: of_job}
+_FOUND = {table.Call: count_call, table.Job: count_job}
 
 
 def results(rows: Iterable[table.Call | table.Job | Fault]) -> dict[str, Any]:
     """Return what was found for each row, by its name."""
-    found: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     for row in rows:
         started = time.perf_counter()
         try:
-            found[row.name] = _FOUND.get(type(row), of_fault)(row)
+            counts[row.name] = _FOUND.get(type(row), count_fault)(row)
         except BaseException as error:  # DataDependentOutputException, AssertionError, whatever a GPU path does wrong
             if isinstance(error, KeyboardInterrupt):
                 raise
-            found[row.name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+            counts[row.name] = {"error": f"{type(error).__name__}: {error}"[:600]}
             traceback.print_exc()
         seconds = time.perf_counter() - started
         print(f"{seconds:5.1f} s  {row.name}", file=sys.stderr, flush=True)
-    return found
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -90,7 +90,7 @@ def ended(folder: Path, *processes: subprocess.Popen) -> list[Ended]:
             ends.append((process.returncode, out, err, time.time() - mark.stat().st_mtime if mark.exists() else 0.0))
         # When all have ended: the ranks of other nodes are in this folder too.
         left = [[*in_session(process.pid), *ranks_in(folder, "faulty_train.py")] for process in processes]
-        return [Ended(*end, of_it) for end, of_it in zip(ends, left, strict=True)]
+        return [Ended(*end, pids) for end, pids in zip(ends, left, strict=True)]
     finally:
         for pid in {pid for process in processes for pid in in_session(process.pid)}:
             os.kill(pid, signal.SIGKILL)
@@ -103,15 +103,15 @@ def train(folder: Path, fault: str = "none none none", *arguments: str, ranks: i
 
 def in_session(leader: int) -> list[int]:
     """Process ids of the launcher's session, which its ranks and their children share."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(session) == leader and state != "Z":
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ TORCHRUN_GRACE_SECONDS = 30
 def test_a_rank_that_the_watchdog_of_nccl_ends_is_not_the_cause(tmp_path: Path, known: bool) -> None:
     """A stand-in for the watchdog aborts rank 0 while rank 1 hangs; without its file it would be a crash."""
     records, settings = tmp_path / "records", ["--comm.init_timeout_seconds=60", "--comm.train_timeout_seconds=60"]
-    told = ["--flight-records", str(records if known else tmp_path / "others")]
-    end = ended(tmp_path, start(tmp_path, "1 hang forward", *told, *settings, WATCHDOG=str(records)))[0]
+    options = ["--flight-records", str(records if known else tmp_path / "others")]
+    end = ended(tmp_path, start(tmp_path, "1 hang forward", *options, *settings, WATCHDOG=str(records)))[0]
     assert end.left == []
     last = end.err.splitlines()[-1]
     if known:

@@ -117,23 +117,23 @@ FORGOTTEN = {
 }
 
 
-def forgetful_case(folder: str, arguments: list[str], what: str) -> int:
-    name, replacement = FORGOTTEN[what]
+def forgetful_case(folder: str, arguments: list[str], forgotten: str) -> int:
+    name, replacement = FORGOTTEN[forgotten]
     with mock.patch(f"trainer.checkpoint.checkpointer.{name}", replacement):
         return run_main(folder, arguments)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", FORGOTTEN)
-def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, what: str) -> None:
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, forgotten: str) -> None:
     """A part of the state that is not restored shows in the comparison, after the steps that were restored."""
     arguments = [*layout_of("fsdp2")[1], *SAVING]
     run(pool, tmp_path, "fsdp2", *SAVING)
     forget(tmp_path, 4, 6)
-    assert pool.run(2, forgetful_case, str(tmp_path), arguments, what) == [0, 0]
+    assert pool.run(2, forgetful_case, str(tmp_path), arguments, forgotten) == [0, 0]
     got, wanted = logged(tmp_path), uninterrupted("fsdp2")
     assert got[:2] == wanted[:2]
-    assert all(mine["loss"] != theirs["loss"] for mine, theirs in zip(got[3:], wanted[3:], strict=True))
+    assert all(ours["loss"] != theirs["loss"] for ours, theirs in zip(got[3:], wanted[3:], strict=True))
 
 
 @pytest.mark.slow
@@ -143,9 +143,9 @@ def test_a_run_resumes_with_other_degrees(pool: WorkerPool, tmp_path: Path, unin
     for layout in ("tp2", "hsdp2x2", "one", "cp2", "pp2"):
         shutil.copytree(tmp_path / "first", tmp_path / layout)
         got = run(pool, tmp_path / layout, layout, *SAVING)
-        for mine, theirs in zip(got, uninterrupted("fsdp2"), strict=True):
+        for ours, theirs in zip(got, uninterrupted("fsdp2"), strict=True):
             for key in EXACT:
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (layout, mine["step"], key)
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (layout, ours["step"], key)
 
 
 def test_load_step_goes_back(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:

@@ -136,10 +136,10 @@ def check(clone: Clone, command: Command, *, cold: bool) -> None:
     code = exception.code if exception else 2 if refused else 0
     assert result.returncode == code, f"{command.page}: {output[-5000:]}"
     if command.shown is not None:
-        found = result.stderr if refused else result.stdout
+        shown = result.stderr if refused else result.stdout
         if ROOT / command.page not in PAGES_WITH_OUTPUT:  # up to an empty line
-            found = found[: len(command.shown)]
-        assert found == command.shown, "run `make docs`, or mend the page"
+            shown = shown[: len(command.shown)]
+        assert shown == command.shown, "run `make docs`, or mend the page"
         return
     for pattern in printed:
         assert re.search(pattern, output, re.MULTILINE), f"no {pattern!r}: {output[-5000:]}"

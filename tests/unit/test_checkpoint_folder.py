@@ -88,12 +88,12 @@ def test_foreign_files_neither_crash_nor_count_nor_go(tmp_path: Path):
         assert LocalStore(tmp_path).steps() == list(range(max(1, step - 1), step + 1))
         LocalStore(tmp_path).remove_unfinished()
     assert LocalStore(tmp_path).steps() == [4, 5]
-    mine = {
+    own_files = {
         path
         for step in (4, 5)
         for path in (LocalStore(tmp_path).step(step), *LocalStore(tmp_path).step(step).iterdir())
     }
-    assert sorted(set(tmp_path.rglob("*")) - mine) == others
+    assert sorted(set(tmp_path.rglob("*")) - own_files) == others
 
 
 def test_a_name_that_is_taken_is_moved_aside(tmp_path: Path):
@@ -218,7 +218,7 @@ DAMAGE = {
     "state binary": (lambda path: (path / "state.json").write_bytes(b"\xff\xfe\x00"), "codec"),
     "state deep": (lambda path: (path / "state.json").write_text("[" * 100_000), "recursion"),
     "another format": (changed(format=2), "another version"),
-    "a key too many": (changed(more=1), "more"),
+    "a key too many": (changed(surplus=1), "surplus"),
     "another step": (changed(step=9), "another step"),
     "streams of another kind": (changed(streams=[1]), "cannot be read"),
     "a position that is none": (changed(streams={"0": {"epoch": "x"}}), "cannot be read"),

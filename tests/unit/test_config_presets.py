@@ -69,7 +69,7 @@ NO_LENGTH = "[training]\nglobal_batch_size = 16\n"
 
 
 @pytest.mark.parametrize(
-    ("file", "argv", "told"),
+    ("file", "argv", "note"),
     [
         (BATCH, ["--training.seq_len=131072"], "16.8 million tokens, 16 times what {}; lower {} to 8 to keep it"),
         (BATCH, ["--training.seq_len=12288"], "1.6 million tokens, 1.5 times what {}; lower {} to 85 to keep it"),
@@ -92,8 +92,8 @@ NO_LENGTH = "[training]\nglobal_batch_size = 16\n"
         (BATCH, [], ""),
     ],
 )
-def test_a_step_that_grows_with_the_sequence_is_told(file: str, argv: list[str], told: str, toml):
+def test_a_step_that_grows_with_the_sequence_is_told(file: str, argv: list[str], note: str, toml):
     path = toml(file)
     notes = parse_command_line(["--job.config_file", path, *argv]).notes
-    assert len(notes) == bool(told)
-    assert told.format(f"{path} asks for", "training.global_batch_size") in "".join(notes)
+    assert len(notes) == bool(note)
+    assert note.format(f"{path} asks for", "training.global_batch_size") in "".join(notes)

@@ -224,7 +224,7 @@ def test_all_to_all_sends_the_known_formula(degree: int):
         assert cost.bytes_sent == {"qkv_dout": there * moved, "dqkv": back * moved}
 
 
-def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tuple[int, int], names: str) -> int:
+def pieces(lengths: tuple[int, int], shape: AttentionShape, width: int, heads: tuple[int, int], names: str) -> int:
     """Bytes of one piece, each row of each tensor aligned.
 
     mine: rows of queries and of keys; heads: how many of them are sent. names: q and k in their own type, L for a
@@ -233,7 +233,7 @@ def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tupl
     rows, wide = {"q": 0, "L": 0, "k": 1, "S": 1}, max(4, shape.itemsize)
     element = {"q": shape.head_dim * shape.itemsize, "k": shape.head_dim * shape.itemsize}
     element |= {"L": wide, "S": shape.head_dim * wide}
-    return sum(mine[rows[name]] * math.ceil(heads[rows[name]] * width * element[name] / 16) * 16 for name in names)
+    return sum(lengths[rows[name]] * math.ceil(heads[rows[name]] * width * element[name] / 16) * 16 for name in names)
 
 
 @given(

@@ -86,8 +86,8 @@ def test_a_record_has_the_position_of_the_batches_that_were_taken() -> None:
     data = ahead()
     data.take()
     data.make()
-    given = {"due": lambda _step: True, "dims": {"cp": SimpleNamespace(size=lambda: 1)}, "data_seconds": 0.0}
-    metrics = SimpleNamespace(**given, _clock=DeviceClock(torch.device("cpu")))
+    settings = {"due": lambda _step: True, "dims": {"cp": SimpleNamespace(size=lambda: 1)}, "data_seconds": 0.0}
+    metrics = SimpleNamespace(**settings, _clock=DeviceClock(torch.device("cpu")))
     sums, counts = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
     record = MetricsLogger.record(metrics, 1, sums, counts, lr=0.1, data=data, late=True)
     assert record.positions == {0: {"place": 2}}

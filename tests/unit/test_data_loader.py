@@ -338,9 +338,9 @@ def test_the_number_of_streams_that_is_chosen_stays_with_the_run():
     for r in range(0, 40, 9):
         (one := loader(n=None, r=r, d=40)).load_state_dict(states)
         assert rows(islice(iter(one), 2)) == [everything[i] for i in range(7, 87) if i % 40 == r]
-    more = loader([*documents(), *"abc" * 400], n=None)  # would choose 64
-    more.load_state_dict(states)
-    assert rows(islice(iter(more), 80)) == everything[7:]
+    longer = loader([*documents(), *"abc" * 400], n=None)  # would choose 64
+    longer.load_state_dict(states)
+    assert rows(islice(iter(longer), 80)) == everything[7:]
 
 
 def test_states_of_other_data_are_refused():
@@ -396,5 +396,5 @@ def test_sequences_are_numbered_through_the_run():
     resumed = [loader(b=1, n=4, r=r, d=2) for r in range(2)]
     for rank in resumed:
         rank.load_state_dict(one.state_dict())
-    found = [[batch["numbers"] for batch in islice(iter(rank), 2)] for rank in resumed]
-    assert found == [[[6], [8]], [[7], [9]]]
+    numbers = [[batch["numbers"] for batch in islice(iter(rank), 2)] for rank in resumed]
+    assert numbers == [[[6], [8]], [[7], [9]]]

@@ -38,21 +38,21 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    found = Machine()
+    simulated = Machine()
 
     @contextmanager
     def stream(which: object):
-        found.log.append(("enter", which))
+        simulated.log.append(("enter", which))
         yield
-        found.log.append("leave")
+        simulated.log.append("leave")
 
-    beside = SimpleNamespace(wait_event=lambda event: found.log.append(("waits", event)))
-    monkeypatch.setattr(torch.cuda, "Event", found.event)
+    beside = SimpleNamespace(wait_event=lambda event: simulated.log.append(("waits", event)))
+    monkeypatch.setattr(torch.cuda, "Event", simulated.event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: beside)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(time, "perf_counter", lambda: found.host)
-    found.beside = beside
-    return found
+    monkeypatch.setattr(time, "perf_counter", lambda: simulated.host)
+    simulated.beside = beside
+    return simulated
 
 
 def test_a_step_ends_when_the_device_ends_it_although_the_host_asks_later(machine: Machine) -> None:

@@ -92,9 +92,9 @@ def test_a_later_run_does_not_change_what_a_step_means(tmp_path: Path, capsys, c
         assert lct(["convert", "to-hf", str(run), str(tmp_path / "out")]) == 0
         capsys.readouterr()
         assert lct(["verify", str(run)]) == 0
-        found = capsys.readouterr()
-        assert found.err == ""
-        return text, re.sub(r"\(.* s\)", "", found.out), HFFolder(tmp_path / "out").entries.content
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return text, re.sub(r"\(.* s\)", "", printed.out), HFFolder(tmp_path / "out").entries.content
 
     run = small_run(tmp_path / "run")
     before = everything()

@@ -171,13 +171,13 @@ def forward(
     device.kernel(x, (batch, 0))
     for layer in range(layers):
         how = {"is_first": layer == 0, "to_host": layer < to_host}
-        of_layer = [chains[0].keep(x, **how)]
+        layer_kept = [chains[0].keep(x, **how)]
         for name, chain in zip(RESULTS, chains[1:], strict=True):
             result = Tensor(device)
             device.kernel(result, (batch, layer, name), x, (batch, layer))
-            of_layer.append(chain.keep(result, **how))
+            layer_kept.append(chain.keep(result, **how))
             del result
-        kept.append(tuple(of_layer))
+        kept.append(tuple(layer_kept))
         between, y = Tensor(device), Tensor(device)
         device.kernel(between, "activations", x, (batch, layer))
         device.kernel(y, (batch, layer + 1), between, "activations")

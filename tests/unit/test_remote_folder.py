@@ -202,20 +202,20 @@ def test_what_others_have_put_there_stays_and_a_step_of_theirs_is_refused(folder
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("__0_0.distcp", b"short", "__0_0.distcp has 5 bytes of 600"),
         ("__1_0.distcp", None, "'__1_0.distcp' is missing"),
         ("state.json", b"{", "Expecting property name"),
     ],
 )
-def test_a_damaged_step_is_one_sentence(folder: RemoteStore, name: str, content: bytes | None, told: str) -> None:
+def test_a_damaged_step_is_one_sentence(folder: RemoteStore, name: str, content: bytes | None, message: str) -> None:
     save(folder, 500)
     save(folder, 400)
     place = folder.path / "step-500" / name
     place.unlink() if content is None else place.write_bytes(content)
     text = refused(configured(folder))
-    assert f"{folder}/step-500 cannot be read ({told}" in text
+    assert f"{folder}/step-500 cannot be read ({message}" in text
     assert "use another with checkpoint.load_step (there are 400)" in text
 
 

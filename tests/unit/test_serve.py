@@ -160,11 +160,11 @@ def test_many_clients_wait_and_none_stops_another(client):
     """More than the server has threads, each with a stream."""
     asked = {"prompt": "the quick", "stream": True, **GREEDY | {"max_tokens": 3}}
     with ThreadPoolExecutor(60) as clients:
-        found = [
+        answers = [
             *clients.map(lambda _: "".join(x.choices[0].text for x in client.completions.create(**asked)), range(60))
         ]
-    assert len(set(found)) == 1
-    assert found[0]
+    assert len(set(answers)) == 1
+    assert answers[0]
 
 
 def test_numbers_that_are_none_are_refused():

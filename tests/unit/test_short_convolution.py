@@ -43,8 +43,10 @@ def test_the_definition_and_its_gradients(kernel: int) -> None:
     wanted, got = by_sums(x, weight, DOCUMENTS), inner(x, weight, positions=positions_of(DOCUMENTS))
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     cotangent = draw(4, 16, 3, seed=2).detach()
-    for mine, theirs in zip(*(torch.autograd.grad(y, (x, weight), cotangent) for y in (got, wanted)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for gradient, expected in zip(
+        *(torch.autograd.grad(y, (x, weight), cotangent) for y in (got, wanted)), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
     # Without positions the sequence is one document; negative control: the others differ.
     torch.testing.assert_close(inner(x, weight)[0], wanted[0], rtol=1e-12, atol=1e-12)
     assert (inner(x, weight)[1:] - wanted[1:]).norm() > 0.1 * wanted[1:].norm()
@@ -92,8 +94,8 @@ def test_a_model_counts_draws_and_wires_it() -> None:
         model = Transformer(args).double()
     initialize(model, seed=0, device=torch.device("cpu"))
     assert sum(p.numel() for p in model.parameters()) == args.n_params() == ARGS.n_params() + 2 * 64 * 4
-    for mine, plain in zip(args.flops_per_token(16), ARGS.flops_per_token(16), strict=True):
-        assert mine == plain + 6 * 2 * 64 * 4
+    for flops, plain in zip(args.flops_per_token(16), ARGS.flops_per_token(16), strict=True):
+        assert flops == plain + 6 * 2 * 64 * 4
     weights = [p for name, p in model.named_parameters() if "short_conv" in name]
     assert len(weights) == 6
     assert torch.cat([w.flatten() for w in weights]).std().item() == pytest.approx((1 / 12) ** 0.5, rel=0.1)

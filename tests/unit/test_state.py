@@ -67,11 +67,11 @@ def documented() -> set[str]:
 
 
 def test_the_table_of_state_is_true() -> None:
-    found = {}
+    state_of_files = {}
     for path in files_of_program():
         if kept := [*state(ast.parse(path.read_text()))]:
-            found[str(path.relative_to(ROOT)).removeprefix("trainer/")] = kept
-    assert found.keys() == documented(), found
+            state_of_files[str(path.relative_to(ROOT)).removeprefix("trainer/")] = kept
+    assert state_of_files.keys() == documented(), state_of_files
 
 
 @pytest.mark.parametrize(

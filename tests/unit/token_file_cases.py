@@ -21,8 +21,8 @@ def lct_tokenize(*argv: object) -> int:
     return lct(["tokenize", *map(str, argv), "--processes", "1"])
 
 
-def made(path: Path, output: Path, *more: object) -> str:
-    assert lct_tokenize("--path", path, "--output", output, *more) == 0
+def made(path: Path, output: Path, *arguments: object) -> str:
+    assert lct_tokenize("--path", path, "--output", output, *arguments) == 0
     return str(output)
 
 
