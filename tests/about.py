@@ -66,17 +66,17 @@ def subjects() -> dict[str, frozenset[str]]:
     """Return the files that each test module is about: what it imports, what its marker names, and itself."""
     modules = {_module(file): file for folder in _FOLDERS for file in files_of(folder)}
     scripts = {f"test_{Path(file).name}": file for file in modules.values() if file.startswith("scripts/")}
-    found = {}
+    files_of_tests = {}
     for test in modules.values():
         name = Path(test).name
         if not name.startswith("test_"):
             continue
         tree = ast.parse((ROOT / test).read_text(encoding="utf-8"))
         imported = {modules[module] for module in _imports(tree, modules) if module in modules}
-        of_packages = {file for file in imported if file.endswith("__init__.py")}
+        package_files = {file for file in imported if file.endswith("__init__.py")}
         marked = {file for path in marked_paths(tree) for file in files_of(path)}
-        found[test] = frozenset({test, scripts.get(name, test)} | (imported - of_packages) | marked)
-    return found
+        files_of_tests[test] = frozenset({test, scripts.get(name, test)} | (imported - package_files) | marked)
+    return files_of_tests
 
 
 def marked_paths(tree: ast.AST) -> list[str]:
@@ -99,14 +99,14 @@ def _guards_of_file(file: str) -> list[str]:
 
 
 def _imports(tree: ast.AST, modules: Mapping[str, str]) -> set[str]:
-    found = set()
+    targets = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            targets |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             wholes = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {whole if whole in modules else node.module for whole in wholes}
-    return found
+            targets |= {whole if whole in modules else node.module for whole in wholes}
+    return targets
 
 
 def _module(file: str) -> str:

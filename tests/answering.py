@@ -36,10 +36,10 @@ def saved_model(parent: Path) -> Path:
 def theirs(folder: Path, messages: list[dict], tools: list[dict] | None) -> str:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    given = tokenizer.apply_chat_template(
+    encoded = tokenizer.apply_chat_template(
         messages, tools=tools, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     ends = tokenizer.convert_tokens_to_ids(["<|end|>", "<|eos|>"])
-    out = model.generate(**given, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=0)
-    written = [i for i in out[0, given["input_ids"].shape[1] :].tolist() if i not in ends]
+    out = model.generate(**encoded, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    written = [i for i in out[0, encoded["input_ids"].shape[1] :].tolist() if i not in ends]
     return open_tokenizer(str(folder)).decode(written)

@@ -30,13 +30,13 @@ MARKED = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"
     "{% if add_generation_prompt %}{{ '<|head|>assistant\\n' }}{% endif %}"
 )
-# As Mistral's: no header before an answer.
+# Like Mistral's: no header before an answer.
 INSTRUCT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}{% else %}"
     "{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
-# As Qwen's, but for tools.
+# Like Qwen's, except for tools.
 CALLS = CHATML.replace(
     "message['content'] + '<|end|>' + '\\n' -}}",
     "message['content'] -}}{% for call in message.tool_calls %}{{- '<call>' + call.function.name -}}"

@@ -29,9 +29,9 @@ def covering_array(
     draw = random.Random(seed)
     missing = {
         pair
-        for (a, of_a), (b, of_b) in combinations(sorted(axes.items()), 2)
-        for x in of_a
-        for y in of_b
+        for (a, a_values), (b, b_values) in combinations(sorted(axes.items()), 2)
+        for x in a_values
+        for y in b_values
         for pair in [((a, x), (b, y))]
     }
     rows: list[Row] = []
@@ -63,7 +63,10 @@ def _most_first(rows: list[Row]) -> list[Row]:
 def _filled(
     row: Row, axes: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool], missing: set[Pair], draw: random.Random
 ) -> Row | None:
-    """The row with a value for every axis, those first that cover most; None: some axis has none that is allowed."""
+    """Return the row with a value for every axis, or None if some axis has no allowed value.
+
+    Values that cover more missing pairs come first.
+    """
     order = [axis for axis in axes if axis not in row]
     draw.shuffle(order)
     if not allowed(row):

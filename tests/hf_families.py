@@ -277,7 +277,7 @@ _DENSE = re.compile(r"\.block_sparse_moe\.(gate|up|down)_proj\.")
 
 
 def _save_as_published(save: Callable[..., None], folder: Path, **settings: Any) -> None:
-    """Save, with dense layers under their published names: transformers 5.23 gives them those of experts."""
+    """Save, with dense layers under their published names: transformers 5.23 gives them the names of experts."""
     save(folder, **settings)
     for file in folder.glob("*.safetensors"):
         tensors = {_DENSE.sub(r".mlp.\1_proj.", name): x for name, x in load_file(file).items()}

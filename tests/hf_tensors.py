@@ -9,9 +9,9 @@ from trainer.models.model_spec import ModelSpec, hf_model
 
 
 def to_hf(spec: ModelSpec, args: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    given, there = dict(tensors), {}
+    own, there = dict(tensors), {}
     for name, (_, hf) in hf_model(spec, args).pairs.items():
-        for other, y in hf.tensors(given[name]).items() if name in given else ():
+        for other, y in hf.tensors(own[name]).items() if name in own else ():
             there[other] = torch.cat((there[other], y)) if hf.first_row else y
     return there
 

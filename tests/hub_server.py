@@ -54,8 +54,8 @@ class _Answer(BaseHTTPRequestHandler):
         if path.startswith(f"{api}/tree/"):
             folder = hub.folder / path.removeprefix(f"{api}/tree/").partition("/")[2]
             deep = parse_qs(url.query).get("recursive", [""])[0].lower() == "true"
-            found = sorted(folder.rglob("*") if deep else folder.glob("*"))
-            return self._json([self._entry(file) for file in found])
+            entries = sorted(folder.rglob("*") if deep else folder.glob("*"))
+            return self._json([self._entry(file) for file in entries])
         if path.startswith(f"{api}/paths-info/"):
             names = parse_qs(body.decode()).get("paths", [])
             return self._json([self._entry(hub.folder / name) for name in names if (hub.folder / name).exists()])

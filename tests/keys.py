@@ -54,14 +54,14 @@ class Observed:
     """Seconds: of the job's group in the first step, of a checkpoint's group, of the job's group at the end."""
     watching: bool = False
     remembered: str = ""
-    """Collectives that the flight recorder was told to remember."""
+    """Number of collectives that the flight recorder keeps."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Observations of runs with the arguments `off` and `on`, on `ranks` ranks, of which `differs` must hold.
+    """Runs with the arguments `off` and `on`, on `ranks` ranks, whose observations must satisfy `differs`.
 
-    fail: what the program is made to meet in its first step.
+    fail: the fault of the program in its first step.
     """
 
     on: str
@@ -71,7 +71,7 @@ class Seen:
     fail: str = ""
 
 
-def _more(attribute: str, part: str) -> Callable[[Observed, Observed], bool]:
+def _contains(attribute: str, part: str) -> Callable[[Observed, Observed], bool]:
     """`part` is in a text, or in an item of a list, of the second run only."""
 
     def differs(off: Observed, on: Observed) -> bool:
@@ -119,7 +119,7 @@ _FLOAT8 = "--float8.enable --float8.emulate"
 _COMPILE = "--compile.enable --compile.backend=eager"
 _DECAY = "--lr_scheduler.warmup_steps=0"
 
-# One run for several keys, each of which shows in another place.
+# One run for several keys; each key shows in another place.
 _MANY = (
     "--job.description=what-it-is-for --metrics.enable_tensorboard "
     "--optimizer.implementation=fused --training.deterministic --checkpoint.enable "
@@ -142,14 +142,14 @@ EFFECTS: dict[str, str | Seen] = {
     # ---- job
     "job.config_file": "tests/unit/test_config_loader.py::test_command_line_over_file_over_base_over_defaults",
     "job.dump_folder": Seen("", lambda _, on: {"config.toml", "metrics.jsonl"} <= set(on.files)),
-    "job.description": Seen(_MANY, _more("out", "what-it-is-for")),
+    "job.description": Seen(_MANY, _contains("out", "what-it-is-for")),
     "job.imports": "tests/unit/test_extensions.py::test_a_model_and_a_table_come_from_the_folder_of_the_command",
     "job.device": "tests/unit/test_devices.py::test_the_device_that_is_asked_for",
     "job.stop_signals": "tests/unit/test_stop.py::test_signals_of_the_key_count_and_no_others",
     "job.max_minutes": Seen("--job.max_minutes=1e-6", _becomes("logged", [1, 2, 3], [1])),
     # ---- profiling
-    "profiling.enable_profiling": Seen(_TRACE, _more("files", "profile_trace/iteration_3/rank0_trace.json")),
-    "profiling.profile_freq": Seen(_TRACE_OFTEN, _more("files", "iteration_2/"), _TRACE),
+    "profiling.enable_profiling": Seen(_TRACE, _contains("files", "profile_trace/iteration_3/rank0_trace.json")),
+    "profiling.profile_freq": Seen(_TRACE_OFTEN, _contains("files", "iteration_2/"), _TRACE),
     "profiling.profiler_active": Seen(
         _TRACE_TWO, lambda off, on: (_recorded(off), _recorded(on)) == ([3], [2, 3]), _TRACE
     ),
@@ -159,7 +159,7 @@ EFFECTS: dict[str, str | Seen] = {
     "profiling.enable_memory_snapshot": "tests/distributed/test_profiling.py::test_memory_snapshots_need_a_gpu",
     # ---- metrics
     "metrics.log_freq": Seen("--metrics.log_freq=3", _becomes("logged", [1, 2, 3], [1, 3])),
-    "metrics.enable_tensorboard": Seen(_MANY, _more("files", "events.out.tfevents")),
+    "metrics.enable_tensorboard": Seen(_MANY, _contains("files", "events.out.tfevents")),
     "metrics.enable_wandb": "tests/unit/test_components.py::test_weights_and_biases_offline",
     "metrics.log_update_norms": "tests/distributed/test_update_norms.py::test_every_layout_logs_what_one_process_logs",
     # ---- model
@@ -191,7 +191,7 @@ EFFECTS: dict[str, str | Seen] = {
     "model.router_bias_update_rate": (
         "tests/distributed/test_expert_balance.py::test_the_losses_and_the_biases_change_what_is_learnt"
     ),
-    "model.mtp_layers": Seen("--model.mtp_layers=1", _more("parameters", "mtp_norms.2.weight")),
+    "model.mtp_layers": Seen("--model.mtp_layers=1", _contains("parameters", "mtp_norms.2.weight")),
     "model.rope_scaling": Seen("--model.rope_scaling=8", _other("final")),
     "model.rope_scaling_type": Seen(
         "--model.rope_scaling=8 --model.rope_scaling_type=linear", _other("losses"), "--model.rope_scaling=8"
@@ -203,8 +203,8 @@ EFFECTS: dict[str, str | Seen] = {
     "model.sliding_window_every": Seen(
         "--model.sliding_window=3 --model.sliding_window_every=2", _other("losses"), "--model.sliding_window=3"
     ),
-    "model.attention_sinks": Seen("--model.attention_sinks", _more("parameters", "attention.sinks.weight")),
-    "model.short_conv_kernel": Seen("--model.short_conv_kernel=4", _more("parameters", "short_conv.q.weight")),
+    "model.attention_sinks": Seen("--model.attention_sinks", _contains("parameters", "attention.sinks.weight")),
+    "model.short_conv_kernel": Seen("--model.short_conv_kernel=4", _contains("parameters", "short_conv.q.weight")),
     # ---- optimizer
     "optimizer.name": Seen("--optimizer.name=Adam", _other("final")),
     "optimizer.lr": Seen("--optimizer.lr=2e-3", lambda off, on: on.lrs == [2 * lr for lr in off.lrs]),
@@ -298,7 +298,7 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "training.loss_chunk_tokens": Seen("--training.loss_chunk_tokens=7", _becomes("logits", "4352", "")),
     "training.steps": Seen("--training.steps=4", _becomes("logged", [1, 2, 3], [1, 2, 3, 4])),
-    "training.dtype": Seen("--training.dtype=bfloat16", _more("parameters", "bfloat16")),
+    "training.dtype": Seen("--training.dtype=bfloat16", _contains("parameters", "bfloat16")),
     "training.mixed_precision_param": Seen(
         "--training.mixed_precision_param=bfloat16", _becomes("compute", "float32", "bfloat16")
     ),
@@ -420,9 +420,9 @@ EFFECTS: dict[str, str | Seen] = {
         ranks=2,
     ),
     # ---- checkpoint
-    "checkpoint.enable": Seen(_SAVE, _more("files", "checkpoint/step-3/")),
-    "checkpoint.folder": Seen(_MANY, _more("files", "'c/step-3/"), _SAVE),
-    "checkpoint.interval": Seen(_MANY, _more("files", "/step-2/"), _SAVE),
+    "checkpoint.enable": Seen(_SAVE, _contains("files", "checkpoint/step-3/")),
+    "checkpoint.folder": Seen(_MANY, _contains("files", "'c/step-3/"), _SAVE),
+    "checkpoint.interval": Seen(_MANY, _contains("files", "/step-2/"), _SAVE),
     "checkpoint.keep_latest_k": Seen(
         f"{_SAVE} --checkpoint.interval=1 --checkpoint.keep_latest_k=2",
         lambda off, on: (
@@ -431,7 +431,7 @@ EFFECTS: dict[str, str | Seen] = {
         f"{_SAVE} --checkpoint.interval=1",
     ),
     "checkpoint.enable_first_step_checkpoint": Seen(
-        f"{_SAVE} --checkpoint.enable_first_step_checkpoint", _more("files", "checkpoint/step-1/state.json"), _SAVE
+        f"{_SAVE} --checkpoint.enable_first_step_checkpoint", _contains("files", "checkpoint/step-1/state.json"), _SAVE
     ),
     "checkpoint.interval_seconds": f"{_CHECKPOINTS}::test_one_rank_whose_time_is_up_makes_all_save",
     "checkpoint.keep_every": "tests/unit/test_checkpoint_folder.py::test_every_nth_step_stays",
@@ -441,13 +441,13 @@ EFFECTS: dict[str, str | Seen] = {
     "checkpoint.load_step": "tests/integration/test_resume.py::test_load_step_goes_back",
     "checkpoint.async_mode": Seen(
         f"{_SAVE} --checkpoint.interval=1 --checkpoint.async_mode=async",
-        _more("out", "step 1 is copied for its checkpoint"),
+        _contains("out", "step 1 is copied for its checkpoint"),
         f"{_SAVE} --checkpoint.interval=1",
     ),
     "checkpoint.initial_load_path": "tests/distributed/test_hugging_face.py::test_a_model_trains_here_as_there",
     "checkpoint.last_save_model_only": f"{_CHECKPOINTS}::test_the_last_save_may_be_of_weights_alone",
     "checkpoint.last_save_in_hf": Seen(
-        f"{_SAVE} --checkpoint.last_save_in_hf", _more("files", "checkpoint/step-3-hf/model.safetensors"), _SAVE
+        f"{_SAVE} --checkpoint.last_save_in_hf", _contains("files", "checkpoint/step-3-hf/model.safetensors"), _SAVE
     ),
     "checkpoint.export_dtype": "tests/distributed/test_hugging_face.py::test_a_model_trains_here_as_there",
     "checkpoint.stop_timeout_seconds": "tests/unit/test_stop.py::test_the_timeout_and_a_second_signal_end_at_once",
@@ -494,9 +494,11 @@ EFFECTS: dict[str, str | Seen] = {
     # ---- compile
     "compile.enable": Seen(_COMPILE, _becomes("compiled", [], ["row_losses eager"] + ["forward eager"] * 2)),
     "compile.components": Seen(
-        f"{_COMPILE} --compile.components model", _more("compiled", "['forward eager', 'forward eager']"), _COMPILE
+        f"{_COMPILE} --compile.components model", _contains("compiled", "['forward eager', 'forward eager']"), _COMPILE
     ),
-    "compile.backend": Seen("--compile.enable --compile.backend=aot_eager", _more("compiled", "aot_eager"), _COMPILE),
+    "compile.backend": Seen(
+        "--compile.enable --compile.backend=aot_eager", _contains("compiled", "aot_eager"), _COMPILE
+    ),
     # ---- float8
     "float8.enable": Seen(_FLOAT8, _becomes("float8", 0, 14)),
     "float8.recipe_name": Seen(f"{_FLOAT8} --float8.recipe_name=rowwise", _other("losses"), _FLOAT8),

@@ -2,7 +2,7 @@
 
     python -m tests.library_alone FOLDER
 
-Ends with an error if a rank imports the program, or if its step differs from that of one process.
+Ends with an error if a rank imports the program, or if its step differs from one process.
 """
 
 import copy
@@ -19,7 +19,7 @@ RANKS = 2
 
 
 class NoProgram:
-    """A finder of modules that refuses those of the program."""
+    """A finder of modules that refuses the modules of the program."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name.partition(".")[0] == "trainer":

@@ -32,7 +32,7 @@ def assert_exact_in_legs(
 ) -> dict[int, dict[str, int]]:
     """Read in legs of (data-parallel degree, steps), each resumed from the one before, and compare with one loader.
 
-    loader: makes that of rank `r` of `d`, of one sequence a batch. Return the last state.
+    loader: makes the loader of rank `r` of `d`, with one sequence a batch. Return the last state.
     """
     everything = rows(islice(iter(loader()), sum(d * steps for d, steps in legs)))
     states, done = None, 0

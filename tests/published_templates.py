@@ -32,15 +32,15 @@ def user(content: str) -> dict:
 
 
 def answer(content: str, *calls: str, reasoning: str = "") -> dict:
-    found = {"role": "assistant", "content": content}
+    message = {"role": "assistant", "content": content}
     if reasoning:
-        found |= {"reasoning_content": reasoning, "thinking": reasoning}
+        message |= {"reasoning_content": reasoning, "thinking": reasoning}
     if calls:
-        found["tool_calls"] = [
+        message["tool_calls"] = [
             {"id": f"call{i:05d}", "type": "function", "function": {"name": "get_weather", "arguments": {"city": city}}}
             for i, city in enumerate(calls)
         ]
-    return found
+    return message
 
 
 def tool(content: str, number: int = 0) -> dict:

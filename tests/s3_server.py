@@ -43,7 +43,7 @@ def s3_server() -> Iterator[dict[str, str]]:
 
 @contextlib.contextmanager
 def reached_by(variables: Mapping[str, str]) -> Iterator[None]:
-    """Enter a context in which s3:// addresses of this process are those of the server."""
+    """Enter a context in which this process finds s3:// addresses on the server."""
     import s3fs
 
     before = {name: os.environ.get(name) for name in variables}
@@ -58,5 +58,5 @@ def reached_by(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    with s3_server() as found:
-        sys.exit(subprocess.run(sys.argv[1:], env={**os.environ, **found}).returncode)
+    with s3_server() as variables:
+        sys.exit(subprocess.run(sys.argv[1:], env={**os.environ, **variables}).returncode)

@@ -41,7 +41,7 @@ LAYOUTS = (
     ),
     ("ddp2+fsdp2+cp2", "ddp2+fsdp2+tp2", "fsdp2+cp2+tp2", "fsdp2+cp2+pp2", "fsdp2+tp2+pp2", "cp2+tp2+pp2"),
 )
-# What is tried on several dimensions at once; test_pairs.py has every two settings together.
+# Features tested on several dimensions at once; test_pairs.py has every two settings together.
 OF_PAIRS = (
     *(
         "as it is",
@@ -74,7 +74,7 @@ class Feature:
 
     arguments: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
-    of_model: bool = False
+    in_reference: bool = False
     """The single process has it too."""
     degree: int = 2
     """Least degree of what it needs."""
@@ -82,28 +82,28 @@ class Feature:
     tolerance: float = 1e-10
 
 
-def _method(name: str, *more: str, degree: int = 2) -> Feature:
-    return Feature((f"--parallelism.context_parallel_method={name}", *more), ("cp",), degree=degree)
+def _method(name: str, *options: str, degree: int = 2) -> Feature:
+    return Feature((f"--parallelism.context_parallel_method={name}", *options), ("cp",), degree=degree)
 
 
-def _schedule(name: str, *more: str) -> Feature:
-    return Feature((f"--parallelism.pipeline_parallel_schedule={name}", *more), ("pp",))
+def _schedule(name: str, *options: str) -> Feature:
+    return Feature((f"--parallelism.pipeline_parallel_schedule={name}", *options), ("pp",))
 
 
 FEATURES: dict[str, Feature] = {
     "as it is": Feature(),
-    "without gradient accumulation": Feature(("--training.global_batch_size=-1",), of_model=True),
-    "packed documents": Feature(("--training.attention_mask=document",), of_model=True),
+    "without gradient accumulation": Feature(("--training.global_batch_size=-1",), in_reference=True),
+    "packed documents": Feature(("--training.attention_mask=document",), in_reference=True),
     "documents assigned by cost": Feature(
         ("--training.attention_mask=document", "--parallelism.context_parallel_load_balancer=balanced"), ("cp",)
     ),
     "sliding window in every 2nd layer": Feature(
-        ("--model.sliding_window=5", "--model.sliding_window_every=2"), of_model=True
+        ("--model.sliding_window=5", "--model.sliding_window_every=2"), in_reference=True
     ),
-    "attention sinks": Feature(("--model.attention_sinks",), of_model=True),
-    "short convolution": Feature(("--model.short_conv_kernel=4",), of_model=True),
+    "attention sinks": Feature(("--model.attention_sinks",), in_reference=True),
+    "short convolution": Feature(("--model.short_conv_kernel=4",), in_reference=True),
     "short convolution, packed documents": Feature(
-        ("--model.short_conv_kernel=4", "--training.attention_mask=document"), of_model=True
+        ("--model.short_conv_kernel=4", "--training.attention_mask=document"), in_reference=True
     ),
     "uneven shards": Feature(("--training.seq_len=14", "--training.attention_mask=document"), ("cp",)),
     "CP all_gather": _method("all_gather"),
@@ -158,36 +158,37 @@ FEATURES: dict[str, Feature] = {
     "FSDP prefetches 2 layers": Feature(("--parallelism.fsdp_forward_prefetch=2",), ("fsdp",)),
     "float8, rowwise (emulated)": Feature(
         ("--float8.enable", "--float8.recipe_name=rowwise", "--float8.emulate"),
-        of_model=True,
+        in_reference=True,
         dtype="float32",
         tolerance=1e-2,
     ),
     "CPU offload": Feature(("--training.enable_cpu_offload",)),
-    "tied embeddings": Feature(("--model.flavor=tiny_tied",), of_model=True),
-    "layernorm": Feature(("--model.norm_type=layernorm",), of_model=True),
-    "layernorm without parameters": Feature(("--model.norm_type=np_layernorm",), of_model=True),
-    "QK norm, heads of their own size": Feature(("--model.name=qwen3",), of_model=True),
-    "biases of attention": Feature(("--model.name=qwen3", "--model.flavor=tiny_biased"), of_model=True),
-    "scaled RoPE": Feature(("--model.rope_scaling=8", "--model.rope_theta=10000"), of_model=True),
+    "tied embeddings": Feature(("--model.flavor=tiny_tied",), in_reference=True),
+    "layernorm": Feature(("--model.norm_type=layernorm",), in_reference=True),
+    "layernorm without parameters": Feature(("--model.norm_type=np_layernorm",), in_reference=True),
+    "QK norm, heads of their own size": Feature(("--model.name=qwen3",), in_reference=True),
+    "biases of attention": Feature(("--model.name=qwen3", "--model.flavor=tiny_biased"), in_reference=True),
+    "scaled RoPE": Feature(("--model.rope_scaling=8", "--model.rope_theta=10000"), in_reference=True),
     "YaRN": Feature(
-        ("--model.rope_scaling=8", "--model.rope_scaling_type=yarn", "--model.rope_original_seq_len=8"), of_model=True
+        ("--model.rope_scaling=8", "--model.rope_scaling_type=yarn", "--model.rope_original_seq_len=8"),
+        in_reference=True,
     ),
-    "experts": Feature(("--model.name=qwen3_moe",), of_model=True),
-    "experts divided over ranks": Feature(_DIVIDED, of_model=True),
+    "experts": Feature(("--model.name=qwen3_moe",), in_reference=True),
+    "experts divided over ranks": Feature(_DIVIDED, in_reference=True),
     "experts divided over ranks, in parts": Feature(
-        (*_DIVIDED, "--activation_checkpoint.mlp_chunk_tokens=5"), of_model=True
+        (*_DIVIDED, "--activation_checkpoint.mlp_chunk_tokens=5"), in_reference=True
     ),
     "gpt-oss: experts, windows, sinks, documents": Feature(
-        ("--model.name=gpt_oss", "--training.attention_mask=document"), of_model=True
+        ("--model.name=gpt_oss", "--training.attention_mask=document"), in_reference=True
     ),
-    "Gemma 2: soft-caps, norms around, windows": Feature(("--model.name=gemma2",), of_model=True),
+    "Gemma 2: soft-caps, norms around, windows": Feature(("--model.name=gemma2",), in_reference=True),
     "GLM-4.5: sigmoid router, shared expert, a dense layer": Feature(
-        ("--model.name=glm4_moe", "--parallelism.expert_parallel_degree=2"), of_model=True
+        ("--model.name=glm4_moe", "--parallelism.expert_parallel_degree=2"), in_reference=True
     ),
     **{
         feature: Feature(
             (f"--model.name={family}", "--training.attention_mask=document", "--parallelism.expert_parallel_degree=2"),
-            of_model=True,
+            in_reference=True,
         )
         for feature, family in (
             ("DeepSeek-V3: latent attention, documents", "deepseek_v3"),
@@ -196,20 +197,20 @@ FEATURES: dict[str, Feature] = {
             ("Qwen3-Next: Gated DeltaNet and experts, documents", "qwen3_next"),
         )
     },
-    "moments in bfloat16": Feature(("--optimizer.state_dtype=bfloat16",), of_model=True),
-    "z-loss, in chunks": Feature(("--training.z_loss=0.1", "--training.loss_chunk_tokens=5"), of_model=True),
-    "Muon": Feature(("--optimizer.name=Muon",), of_model=True),
-    "multi-token prediction": Feature(_FURTHER, of_model=True),
-    "multi-token prediction, loss in chunks": Feature((*_FURTHER, "--training.loss_chunk_tokens=5"), of_model=True),
+    "moments in bfloat16": Feature(("--optimizer.state_dtype=bfloat16",), in_reference=True),
+    "z-loss, in chunks": Feature(("--training.z_loss=0.1", "--training.loss_chunk_tokens=5"), in_reference=True),
+    "Muon": Feature(("--optimizer.name=Muon",), in_reference=True),
+    "multi-token prediction": Feature(_FURTHER, in_reference=True),
+    "multi-token prediction, loss in chunks": Feature((*_FURTHER, "--training.loss_chunk_tokens=5"), in_reference=True),
     "multi-token prediction, sequences in chunks": Feature(
-        (*_FURTHER, "--training.sequence_chunks=3", "--activation_checkpoint.mode=full"), of_model=True
+        (*_FURTHER, "--training.sequence_chunks=3", "--activation_checkpoint.mode=full"), in_reference=True
     ),
     "multi-token prediction of DeepSeek-V3": Feature(
-        (*_FURTHER, "--model.name=deepseek_v3", "--optimizer.name=Muon"), of_model=True
+        (*_FURTHER, "--model.name=deepseek_v3", "--optimizer.name=Muon"), in_reference=True
     ),
     "fused AdamW": Feature(("--optimizer.implementation=fused",)),
     "Adam, parameter by parameter": Feature(
-        ("--optimizer.name=Adam", "--optimizer.implementation=for-loop"), of_model=True
+        ("--optimizer.name=Adam", "--optimizer.implementation=for-loop"), in_reference=True
     ),
 }
 
@@ -247,8 +248,10 @@ class Cell:
     def reference_arguments(self) -> list[str]:
         """Of the single process: what changes the model or its data, not how the work is shared."""
         feature = FEATURES[self.feature]
-        of_model = [a for a in feature.arguments if not a.startswith("--parallelism.")]
-        shared = [a for a in of_model if feature.of_model or a.startswith(("--training.seq_len", "--training.att"))]
+        not_parallel = [a for a in feature.arguments if not a.startswith("--parallelism.")]
+        shared = [
+            a for a in not_parallel if feature.in_reference or a.startswith(("--training.seq_len", "--training.att"))
+        ]
         if "--training.global_batch_size=-1" in shared:  # the rows that all data-parallel ranks have together
             degrees = layout_degrees(self.layout)
             shared.append(f"--training.local_batch_size={2 * degrees.get('ddp', 1) * degrees.get('fsdp', 1)}")
@@ -322,7 +325,7 @@ class Record:
             entries[cell.feature] = [outcome, cell.digest, commit()]
 
     def save(self) -> None:
-        """Write the record, without what is no cell any more."""
+        """Write the record, without cells that no longer exist."""
         kept = {(cell.layout, cell.feature) for cell in cells()}
         entries = {
             layout: {feature: entry for feature, entry in sorted(features.items()) if (layout, feature) in kept}

@@ -103,13 +103,13 @@ def attended(rank: int, mesh: ThreadMesh, case: Case, layout: AxisLayout) -> lis
 
 def errors(case: Case, parts: list[list[torch.Tensor]], layout: AxisLayout) -> list[float]:
     """Relative errors of output, dq, dk, dv on the whole sequence."""
-    found = []
+    results = []
     for number, whole in enumerate(wanted(dataclasses.replace(case, options=ContextParallelOptions()))):
         got = torch.empty_like(whole)
         for rank, part in enumerate(parts):
             got[:, :, torch.from_numpy(layout.indices(rank))] = part[number].double()
-        found.append(relative(got, whole))
-    return found
+        results.append(relative(got, whole))
+    return results
 
 
 @cache
@@ -149,10 +149,10 @@ def found_and_bounds(row: Row, device: str) -> tuple[list[float], list[float]]:
     """Errors of output, dq, dk, dv on the ranks, and their bounds: exact, or twice the kernel's error on one rank."""
     case = case_of(row, device)
     with kernel_of(row, device):
-        found = errors_on(int(row["degree"]), case, device)
+        row_errors = errors_on(int(row["degree"]), case, device)
         if case.dtype is torch.float64:
-            return found, [EXACT] * 4
+            return row_errors, [EXACT] * 4
         alone = dataclasses.replace(case, options=ContextParallelOptions(kernel=case.options.kernel))
         bounds = [2 * error + FLOOR for error in own_errors(alone, device)]
         assert max(bounds) < 0.05
-        return found, bounds
+        return row_errors, bounds

@@ -4,7 +4,7 @@
                                 gets its data in its own `wait`, and not before.
     a wait on another stream    On a GPU, the copy runs on a side stream, after a delay; `wait` makes the current
                                 stream wait for it, and the host never waits for the device.
-    an overwritten send buffer  At the post, a copy of what is sent is made. In its `wait`, the sender compares.
+    an overwritten send buffer  At the post, the sender copies its message. In its `wait`, it compares.
 
 See `thread_ranks.py` for the threads.
 """
@@ -36,9 +36,12 @@ class LostRankError(RuntimeError):
 
 @dataclass
 class _Posted:
-    """What a rank brought to an operation. what: all ranks must agree on it; parts: of a copy of what it sends."""
+    """Data of a rank for an operation.
 
-    what: str
+    description: all ranks must post the same. parts: of a copy of the tensor that the rank sends.
+    """
+
+    description: str
     parts: Sequence[torch.Tensor] = ()
     event: torch.cuda.Event | None = None
 
@@ -96,7 +99,7 @@ class Mailbox:
                 raise AssertionError(f"{work.name}: of rank(s) {missing()}, some returned and never posted it")
             if missing():
                 raise TimeoutError(f"{work.name}: rank(s) {missing()} did not post it in time")
-        kinds = {each.what for each in posted.values()}
+        kinds = {each.description for each in posted.values()}
         assert len(kinds) == 1, f"{work.name}: the ranks differ: {sorted(kinds)}"
         return [posted[role] for role in work.parties]
 
@@ -130,7 +133,7 @@ class Work(dist.Work):
         self._group, self._deliver, self._sent = group, deliver, sent
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until all parties have posted, and get the data; the time limit is that of the mailbox."""
+        """Wait until all parties have posted, within the time limit of the mailbox, and get the data."""
         if self.is_done:
             return True
         if self._sent is not None:
@@ -219,19 +222,23 @@ class ThreadGroup(dist.ProcessGroup):
             for target, sources in zip(targets, [parts] if op is not None else [[x] for x in parts], strict=True):
                 self._put(target, sources, op)
 
-        copy, what = x.detach().clone(), f"{kind} {op or ''} of {x.dtype}"
+        copy, description = x.detach().clone(), f"{kind} {op or ''} of {x.dtype}"
         sent = None if kind == "all_reduce" else (x, copy)
         parties = dict(enumerate(self.ranks))
-        return self._post(("collective",), _Posted(what, cut(copy)), targets, parties, self.rank(), deliver, sent)
+        return self._post(
+            ("collective",), _Posted(description, cut(copy)), targets, parties, self.rank(), deliver, sent
+        )
 
     def _message(self, x: torch.Tensor, source: int, target: int, tag: int, *, is_send: bool) -> dist.Work:
         """Post a side of a message; the n-th send to a rank meets its n-th receive."""
-        route, what = ("message", source, target, tag), f"{x.numel()} elements of {x.dtype}"
+        route, description = ("message", source, target, tag), f"{x.numel()} elements of {x.dtype}"
         parties = {"source": self.ranks[source], "target": self.ranks[target]}
         if is_send:
             copy = x.detach().clone()
-            return self._post(route, _Posted(what, [copy]), (), parties, "source", lambda _: None, (x, copy))
-        return self._post(route, _Posted(what), [x], parties, "target", lambda posted: self._put(x, posted[0].parts))
+            return self._post(route, _Posted(description, [copy]), (), parties, "source", lambda _: None, (x, copy))
+        return self._post(
+            route, _Posted(description), [x], parties, "target", lambda posted: self._put(x, posted[0].parts)
+        )
 
     def _post(
         self,
@@ -243,7 +250,7 @@ class ThreadGroup(dist.ProcessGroup):
         deliver: Callable[[list[_Posted]], None],
         sent: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> dist.Work:
-        """Fill what is received with NaN, and post the operation."""
+        """Fill the receive buffers with NaN, and post the operation."""
         key = (self._name, *route, self._numbers[route, role])
         self._numbers[route, role] += 1
         for target in targets:

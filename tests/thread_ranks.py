@@ -109,9 +109,9 @@ def _cached_by_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not hasattr(caches, "of_rank"):
-            caches.of_rank = cache(function)
-        return caches.of_rank(*args, **kwargs)
+        if not hasattr(caches, "own"):
+            caches.own = cache(function)
+        return caches.own(*args, **kwargs)
 
     return call
 
@@ -129,10 +129,10 @@ class ThreadMesh:
     ) -> None:
         self.shape, self.ndim, self.device_type = shape, len(shape), mailbox.device.type
         self._mailbox, self._rank, self._flat = mailbox, rank, flat or self
-        self._of_rank = groups
+        self._own_groups = groups
         grid = torch.arange(prod(shape)).view(shape)
         lines = (grid.movedim(dim, -1).reshape(-1, shape[dim]).tolist() for dim in range(self.ndim))
-        self._groups = [self._group(line) for of_dim in lines for line in of_dim if rank in line]
+        self._groups = [self._group(line) for groups_of_dim in lines for line in groups_of_dim if rank in line]
 
     def size(self, dim: int | None = None) -> int:
         return prod(self.shape) if dim is None else self.shape[dim]
@@ -145,16 +145,16 @@ class ThreadMesh:
 
     def reshaped(self, *shape: int) -> "ThreadMesh":
         """Return a mesh of the same ranks with other dimensions."""
-        return ThreadMesh(self._mailbox, self._rank, shape, self._of_rank, self._flat)
+        return ThreadMesh(self._mailbox, self._rank, shape, self._own_groups, self._flat)
 
     def _flatten(self, name: str) -> "ThreadMesh":
         return self._flat
 
     def _group(self, ranks: list[int]) -> ThreadGroup:
         """Make a group, and enter it into tables in which functions of `torch.distributed` look for it."""
-        number = len(self._of_rank)  # all ranks make their groups in the same order
+        number = len(self._own_groups)  # all ranks make their groups in the same order
         group = ThreadGroup(self._mailbox, f"group {number} of ranks {ranks}", ranks, self._rank)
         _world.pg_map[group] = ("threads", None)
         _world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
-        self._of_rank.append(group)
+        self._own_groups.append(group)
         return group

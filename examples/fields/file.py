@@ -4,7 +4,7 @@ Files whose names end in .nc are NetCDF: see netcdf.py.
 
 fields.zarr
   fields        (trajectories, times, channels, height, width) float32, in chunks of a few times and a piece of the
-                grid, so that a rank reads little beside its part
+                grid, so that a rank reads little more than its part
   attributes    format_version, equation, parameters, channels, spacing (in space), interval (in time), seed,
                 mean and std of each channel
 """
@@ -80,7 +80,7 @@ def unfinished_file(path: str | Path) -> Iterator[Path]:
 
 
 def chunk_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a chunk of fields, (..., height, width); those of one column have points."""
+    """Return rows and columns of a chunk of fields, (..., height, width). Fields with one column are points."""
     return (CHUNK**2, 1) if shape[-1] == 1 else (CHUNK, CHUNK)
 
 
@@ -169,8 +169,8 @@ class FieldSource:
             mean = std = np.zeros(0, np.float32)
         whole = len(channels) == shape[2] and mean.shape == std.shape == (shape[2],)
         if not (whole and np.isfinite(mean).all() and np.isfinite(std).all() and np.all(std > 0)):
-            what = f"it must have a name, a finite mean and a finite, positive standard deviation of its {shape[2]}"
-            raise _foreign(path, f"{what} channels")
+            rule = f"it must have a name, a finite mean and a finite, positive standard deviation of its {shape[2]}"
+            raise _foreign(path, f"{rule} channels")
         return cls(str(path), array, tuple(channels), mean[:, None, None], std[:, None, None], attributes)
 
     @property
@@ -232,14 +232,14 @@ class FieldSource:
         except (OSError, ValueError, RuntimeError) as error:
             raise self._damaged(trajectory, f"cannot be read ({error})") from None
         if not np.isfinite(frames).all():
-            what = (
+            fault = (
                 "lacks a chunk, or has numbers that are not finite (cells without data, such as land, must be filled)"
             )
-            raise self._damaged(trajectory, what)
+            raise self._damaged(trajectory, fault)
         return (frames - self.mean) / self.std
 
-    def _damaged(self, trajectory: int, what: str) -> ConfigError:
-        return ConfigError(f"trajectory {trajectory} of {self.path} {what}; restore the file, or make it again")
+    def _damaged(self, trajectory: int, fault: str) -> ConfigError:
+        return ConfigError(f"trajectory {trajectory} of {self.path} {fault}; restore the file, or make it again")
 
 
 def check_fields(source: FieldSource, *, lead: int, held_out: int) -> None:
@@ -277,8 +277,8 @@ def _opened(path: Path) -> tuple[Any, dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _foreign(path, f"no zarr group ({type(error).__name__})") from None
     if (version := attributes.get("format_version")) != FORMAT_VERSION:
-        found = "without a format version" if version is None else f"of format version {version}"
-        raise _foreign(path, f"{found}, and this program reads version {FORMAT_VERSION}")
+        fault = "without a format version" if version is None else f"of format version {version}"
+        raise _foreign(path, f"{fault}, and this program reads version {FORMAT_VERSION}")
     return array, attributes
 
 
@@ -299,9 +299,9 @@ def _placed(ranges: Ranges) -> Iterator[tuple[slice, slice]]:
         place += stop - start
 
 
-def _foreign(path: Path, what: str) -> ConfigError:
+def _foreign(path: Path, fault: str) -> ConfigError:
     return ConfigError(
-        f"{path} is no file of fields of this program: {what}; make one with `python -m examples.fields.make_fields`"
+        f"{path} is no file of fields of this program: {fault}; make one with `python -m examples.fields.make_fields`"
     )
 
 

@@ -217,8 +217,8 @@ def _predicted(args: argparse.Namespace, job: ResolvedJob, process: "Process") -
     if not is_first:
         return
     print("step   error of the model   of persistence   ratio")
-    for number, (of_model, persistence) in enumerate(errors, 1):
-        print(f"{number:4}   {of_model:18.4f}   {persistence:14.4f}   {of_model / persistence:5.2f}")
+    for number, (error, persistence) in enumerate(errors, 1):
+        print(f"{number:4}   {error:18.4f}   {persistence:14.4f}   {error / persistence:5.2f}")
     if pictured is not None:
         draw(pictured, source.channels[0], args.picture)
     for file in filter(None, (args.picture, args.output)):
@@ -226,7 +226,7 @@ def _predicted(args: argparse.Namespace, job: ResolvedJob, process: "Process") -
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print errors of the model and of persistence, and write what is asked for."""
+    """Print errors of the model and of persistence, and write the files that the options name."""
     from trainer.runtime.process_group import Process
 
     args, process = parser().parse_args(argv), Process.from_environment()

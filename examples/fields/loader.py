@@ -24,14 +24,22 @@ class FieldLoader(StreamLoader):
 
     A batch is a dict. `inputs` (local_batch_size, channels, rows, columns) are the frames at time t, and `targets`, of
     the same shape, the frames at t + lead. Both are float32, normalised by the file's mean and standard deviation.
-    `sample_numbers` (local_batch_size, 2) int64 are trajectory and t, the same on all ranks of one `dp_rank`. The order
-    is that of `streams.py`. All iterators share the position: a new one continues where the last one stopped.
+    `sample_numbers` (local_batch_size, 2) int64 are trajectory and t, the same on all ranks of one `dp_rank`.
+    `streams.py` sets the order. All iterators share the position: a new one continues where the last one stopped.
 
-    part: rows and columns of this rank; None: the whole grid. held_out: the last trajectories, which are never trained
-    on.
+    Args:
+        source: The open file of fields.
+        local_batch_size: Samples of a batch.
+        data_streams: Number of data streams; see `StreamLoader`.
+        seed: Seed of the order.
+        dp_rank: This rank's number in data parallelism.
+        dp_degree: Number of data-parallel ranks.
+        lead: Frames from inputs to targets.
+        held_out: Number of last trajectories, which are never trained on.
+        part: Rows and columns of this rank. None: the whole grid.
 
     Raises:
-        ConfigError: see `check_fields`; there are fewer samples than streams.
+        ConfigError: See `check_fields`; or there are fewer samples than streams.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class NATArgs:
         """Return how far apart the points are that a point sees in this layer."""
         return self.dilation if layer % 2 else 1
 
-    def of_fields(self, channels: int, height: int, width: int) -> "NATArgs":
+    def for_fields(self, channels: int, height: int, width: int) -> "NATArgs":
         if min(height, width) < self.kernel * self.dilation:
             raise ConfigError(
                 f"fields of {height} x {width} are smaller than the neighbourhood of model.name = 'nat', "

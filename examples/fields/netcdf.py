@@ -1,10 +1,10 @@
-"""Fields in NetCDF files, of which a rank reads and writes its part. Torch-free.
+"""Fields in NetCDF files; each rank reads and writes its own part. Torch-free.
 
     python -m examples.fields.netcdf weather.nc       adds the attributes mean and std to each variable of the file
 
-Channels are the variables with the dimensions (time, y, x) or (trajectory, time, y, x); others, such as coordinates,
-are left alone. xarray reads the part that is asked for, with scales and offsets of packed numbers applied. HDF5 takes
-one writer at a time, so ranks write their parts of a forecast in turn.
+Channels are the variables with the dimensions (time, y, x) or (trajectory, time, y, x); other variables, such as
+coordinates, do not change. xarray reads the requested part, and applies scales and offsets of packed numbers. HDF5
+allows one writer at a time, so ranks write their parts of a forecast in turn.
 """
 
 import sys
@@ -86,21 +86,21 @@ def opened(path: Path) -> tuple[Variables, dict[str, Any]]:
         raise ConfigError(f"{path} is no NetCDF file that can be read ({type(error).__name__}: {error})") from None
     dims = {x.dims for x in fields.values()}
     if len(dims) != 1:
-        found = "; ".join(f"{name} {x.dims}" for name, x in fields.items()) or "none"
+        dimensions = "; ".join(f"{name} {x.dims}" for name, x in fields.items()) or "none"
         raise ConfigError(
             f"{path} must have variables with the same dimensions, (time, y, x) or (trajectory, time, y, x); its "
-            f"variables of numbers with 3 or 4 dimensions are: {found}"
+            f"variables of numbers with 3 or 4 dimensions are: {dimensions}"
         )
     _check_times(path, next(iter(dims)))
     attributes = {**data.attrs, "channels": [*fields]}
     for name in ("mean", "std"):
-        found = [x.attrs.get(name) for x in fields.values()]
-        if None in found:
+        statistics = [x.attrs.get(name) for x in fields.values()]
+        if None in statistics:
             raise ConfigError(
                 f"the variables {', '.join(fields)} of {path} need the attributes mean and std, by which they are "
                 f"normalised; add them with `{_STATISTICS} {path}`"
             )
-        attributes[name] = [float(x) for x in found]
+        attributes[name] = [float(x) for x in statistics]
         if not np.isfinite(attributes[name]).all():
             raise _without_data(path, [*fields][int(np.argmin(np.isfinite(attributes[name])))], f"{name} = nan or inf")
     return Variables([*fields.values()]), attributes
@@ -145,7 +145,7 @@ def add_statistics(path: Path) -> dict[str, tuple[float, float]]:
         ConfigError: a cell is not finite.
     """
     data, fields = _open(path)
-    found = {}
+    statistics_by_name = {}
     for name, x in fields.items():
         moments = Moments(1)
         for place in np.ndindex(x.shape[:-2]):
@@ -153,12 +153,12 @@ def add_statistics(path: Path) -> dict[str, tuple[float, float]]:
             if not np.isfinite(frame).all():
                 raise _without_data(path, name, f"cells that are not finite at {place}")
             moments.add(frame.reshape(1, -1))
-        found[name] = float(moments.mean[0]), float(moments.std[0])
+        statistics_by_name[name] = float(moments.mean[0]), float(moments.std[0])
     data.close()
     with _packages()[1].File(path, "a") as file:
-        for name, statistics in found.items():
+        for name, statistics in statistics_by_name.items():
             file.variables[name].attrs.update(zip(("mean", "std"), statistics, strict=True))
-    return found
+    return statistics_by_name
 
 
 def _check_times(path: Path, dims: tuple[str, ...]) -> None:
@@ -172,10 +172,10 @@ def _check_times(path: Path, dims: tuple[str, ...]) -> None:
         )
 
 
-def _without_data(path: Path, name: str, what: str) -> ConfigError:
+def _without_data(path: Path, name: str, fault: str) -> ConfigError:
     return ConfigError(
-        f"the variable {name} of {path} has {what}: cells without data, such as land for a variable of the ocean, must "
-        f"have a number; fill them with xarray (data.fillna(0)), then run `{_STATISTICS} {path}`"
+        f"the variable {name} of {path} has {fault}: cells without data, such as land for a variable of the ocean, "
+        f"must have a number; fill them with xarray (data.fillna(0)), then run `{_STATISTICS} {path}`"
     )
 
 
@@ -192,7 +192,7 @@ def _packages() -> tuple[Any, Any]:
 
 
 def _open(path: Path) -> tuple[Any, dict[str, Any]]:
-    """Return a file, of which nothing but attributes is read, and its variables that can be fields."""
+    """Open a file; return it and the variables that can be fields. Only attributes are read."""
     xarray, _ = _packages()
     data = xarray.open_dataset(path, engine="h5netcdf", decode_times=False, cache=False)
     return data, {str(name): x for name, x in data.data_vars.items() if x.ndim in (3, 4) and x.dtype.kind in "iuf"}

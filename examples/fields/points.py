@@ -99,8 +99,8 @@ class Points(nn.Module):
         The distance between points of a cloud goes with the root of their number; the offsets are about 1.
         """
         exact = places.to(torch.promote_types(places.dtype, torch.float32))
-        given = exact if isinstance(exact, DomainTensor) else DomainTensor(exact, Domain({}))
-        _, numbers = nearest(given, given, self.args.neighbors)
+        points = exact if isinstance(exact, DomainTensor) else DomainTensor(exact, Domain({}))
+        _, numbers = nearest(points, points, self.args.neighbors)
         numbers = numbers if isinstance(places, DomainTensor) else numbers.local
         return numbers, (places[numbers] - places.unsqueeze(1)) * (math.sqrt(self.args.height) / 8)
 

@@ -1,7 +1,7 @@
 """Shapes of the family for points. Torch-free.
 
-Sources: convolutions whose weights depend on the offsets to neighbours, as of Schuett et al., "SchNet" (arXiv
-1706.08566), and attention between learned slices of all points, as of Wu et al., "Transolver" (arXiv 2402.02366).
+Sources: convolutions whose weights depend on the offsets to neighbours, as in Schuett et al., "SchNet" (arXiv
+1706.08566). Attention between learned slices of all points, as in Wu et al., "Transolver" (arXiv 2402.02366).
 """
 
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class PointsArgs:
     height: int = 0
     width: int = 0
 
-    def of_fields(self, channels: int, height: int, width: int) -> "PointsArgs":
+    def for_fields(self, channels: int, height: int, width: int) -> "PointsArgs":
         if width != 1 or channels <= PLACES:
             raise ConfigError(
                 f"fields of {height} x {width} with {channels} channels are no points, which model.name = 'points' "

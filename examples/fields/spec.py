@@ -28,7 +28,7 @@ class FieldArgs(ModelArgs, Protocol):
     height: int
     width: int
 
-    def of_fields(self, channels: int, height: int, width: int) -> "FieldArgs":
+    def for_fields(self, channels: int, height: int, width: int) -> "FieldArgs":
         """Return the arguments for fields of this shape.
 
         Raises:
@@ -51,8 +51,8 @@ class FieldSpec(TaskSpec):
             if missing is None:
                 raise
             missing.append(str(error))
-            return flavor.of_fields(*flavor.assumed_shape)
-        return flavor.of_fields(len(source.channels), *source.grid)
+            return flavor.for_fields(*flavor.assumed_shape)
+        return flavor.for_fields(len(source.channels), *source.grid)
 
     def decide(self, config: JobConfig, model: FieldArgs, device_type: str, *, node: int) -> TaskDecisions:
         _check_features(config, model)
@@ -166,11 +166,13 @@ def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
     lengths = (model.height, model.width)
     layouts = []
     for i, degree in enumerate(degrees):
-        layouts.append(_given(rows[i], degree, lengths[i], model.axes[i]) if rows else contiguous(lengths[i], degree))
+        layouts.append(
+            _sized_rows(rows[i], degree, lengths[i], model.axes[i]) if rows else contiguous(lengths[i], degree)
+        )
     return tuple(layouts)
 
 
-def _given(text: str, degree: int, length: int, axis: str) -> AxisLayout:
+def _sized_rows(text: str, degree: int, length: int, axis: str) -> AxisLayout:
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words) or len(words) != degree or sum(map(int, words)) != length:
         even = ",".join(str(contiguous(length, degree).local_length(rank)) for rank in range(degree))

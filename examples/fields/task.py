@@ -73,5 +73,5 @@ class FieldTask:
 
 def squared_errors(outputs: DomainTensor, targets: DomainTensor) -> torch.Tensor:
     """Return the squared error of each channel at each point of this rank: (B, positions)."""
-    # In the layout of the targets: that of the outputs may be another one.
+    # In the layout of the targets; the outputs may have another layout.
     return (targets - outputs.to(targets.dtype)).local.square().flatten(1)

@@ -43,10 +43,10 @@ class UNetArgs:
 
     @property
     def n_layers(self) -> int:
-        """Levels on the way down and on the way up, of which the coarsest counts once."""
+        """Levels on the way down and on the way up; the coarsest level counts once."""
         return 2 * len(self.widths) - 1
 
-    def of_fields(self, channels: int, height: int, width: int) -> "UNetArgs":
+    def for_fields(self, channels: int, height: int, width: int) -> "UNetArgs":
         multiple = 2 ** (len(self.widths) - 1)
         if height % multiple or width % multiple:
             raise ConfigError(

@@ -1,9 +1,9 @@
-"""A model family outside the program: what Llama is not, added by this folder alone.
+"""A model family outside the program, which differs from Llama in many ways. This folder alone adds it.
 
     lct train --job.imports examples.toy_family --model.name toy --model.flavor toy
 
-Heads of an explicit size, biases everywhere, LayerNorm with a bias, rotary positions on halves, a balance of channels
-that changes after each step, and other names and layouts in Hugging Face's files.
+Differences: heads of an explicit size, biases everywhere, LayerNorm with a bias, rotary positions on halves. A balance
+of channels changes after each step. Hugging Face's files have other names and layouts.
 """
 
 from examples.toy_family.args import FLAVORS

@@ -75,5 +75,5 @@ class ToyDecoder(nn.Module):
             layer.counts = torch.zeros_like(layer.counts, device=device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Biases are drawn, too: zeros would hide what is done to them."""
+        """Draw biases, too: zeros would hide wrong handling of biases."""
         parameter.normal_(1.0 if "norm.weight" in name else 0.0, 0.1, generator=generator)

@@ -73,7 +73,7 @@ def test_families_of_the_decoder_equal_one_process(pool: WorkerPool, family: str
 
 
 def explicit_loss_case() -> dict[str, float]:
-    """How far each gradient is from that of one loss, in which the penalties are added up by hand."""
+    """Return the relative error of each gradient, against one loss to which the penalties are added by hand."""
     penalties: list[torch.Tensor] = []
 
     def collect(_module: AuxiliaryLoss, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:

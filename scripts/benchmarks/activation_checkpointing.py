@@ -1,4 +1,4 @@
-"""What each mode of activation checkpointing keeps and computes again, as one JSON object a mode.
+"""Bytes that each mode of activation checkpointing keeps and work that it repeats, as one JSON object a mode.
 
 python scripts/benchmarks/activation_checkpointing.py --flavor debugmodel --seq-len 2048 --rows 1
 """
@@ -38,10 +38,13 @@ _ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 
 
 class Meter(TorchDispatchMode):
-    """Counts the operators that are really run, their FLOPs, and the bytes of what they made that is still alive.
+    """Counts the operators that run, their FLOPs, and the bytes of the tensors they create that are still alive.
 
-    FLOPs: matrix products, and the visible half of causal attention. Plain tensors only, on a CPU. Memory that PyTorch
-    did not allocate, such as buffers of offloaded inputs, is not counted.
+    FLOPs are counted for matrix products and for the visible half of causal attention. The meter works with plain
+    tensors on a CPU. Memory that PyTorch did not allocate, such as buffers of offloaded inputs, is not counted.
+
+    Args:
+        existing: Tensors that exist before, any shape; their memory is not counted.
     """
 
     def __init__(self, *existing: torch.Tensor) -> None:
@@ -72,18 +75,24 @@ class Meter(TorchDispatchMode):
 
     @property
     def attention_forwards(self) -> int:
+        """Number of attention forwards that ran under the meter."""
         return self.calls[_ATTENTION]
 
     def alive(self) -> int:
-        """Bytes of storages that were made under the meter and are still held by something, such as autograd."""
+        """Return the bytes of the storages created under the meter that something, such as autograd, still holds."""
         self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
         return sum(size for _, size in self._made.values())
 
 
 def measure(model: nn.Module, tokens: torch.Tensor) -> dict[str, int]:
-    """One forward to the last hidden states and its backward.
+    """Run a forward to the last hidden states and its backward under a meter.
 
-    Returns bytes kept for the backward and at the peak, attention forwards that were run in all, and FLOPs.
+    Args:
+        model: The model, on the CPU.
+        tokens: Token ids, (B, S).
+
+    Returns:
+        The bytes kept for the backward, the peak in bytes, the number of attention forwards, and the FLOPs.
     """
     meter = Meter(*model.parameters(), *model.buffers(), tokens)
     with meter:
@@ -91,12 +100,18 @@ def measure(model: nn.Module, tokens: torch.Tensor) -> dict[str, int]:
         kept = meter.alive()
         hidden.sum().backward()
     model.zero_grad()
-    found = {"kept_bytes": kept, "peak_bytes": meter.peak, "attention_forwards": meter.attention_forwards}
-    return found | {"flops": meter.flops}
+    result = {"kept_bytes": kept, "peak_bytes": meter.peak, "attention_forwards": meter.attention_forwards}
+    return result | {"flops": meter.flops}
 
 
 def seconds(model: nn.Module, tokens: torch.Tensor, repeats: int = 3) -> float:
-    """The fastest forward and backward of a few."""
+    """Return the time of the fastest forward and backward, in seconds.
+
+    Args:
+        model: The model, on the CPU.
+        tokens: Token ids, (B, S).
+        repeats: Number of runs.
+    """
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -107,6 +122,7 @@ def seconds(model: nn.Module, tokens: torch.Tensor, repeats: int = 3) -> float:
 
 
 def main() -> None:
+    """Measure every mode and print one line of JSON for each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flavor", default="debugmodel")
     parser.add_argument("--seq-len", type=int, default=2048)

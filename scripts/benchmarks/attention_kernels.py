@@ -33,7 +33,13 @@ _COLUMNS = (
 
 
 def seconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """Median time of one call, after two that are not counted."""
+    """Return the median time of a call, in seconds. Two calls before the first measured one are not counted.
+
+    Args:
+        work: The function to time.
+        repeats: Number of measured calls.
+        device: Device to synchronize before and after each call.
+    """
     times = []
     for number in range(repeats + 2):
         _synchronize(device)
@@ -51,7 +57,20 @@ def _synchronize(device: torch.device) -> None:
 
 
 def measure(kernel: Kernel, relation: Relation, length: int, args: argparse.Namespace) -> dict[str, object]:
-    """One row: milliseconds, TFLOP/s over visible pairs (backward 2.5 times the forward), error of the last rows."""
+    """Measure the forward and backward of one kernel on one tile.
+
+    TFLOP/s count visible pairs of a query and a key; the backward counts 2.5 times the FLOPs of the forward. The error
+    is the relative error of the output's last rows.
+
+    Args:
+        kernel: The kernel.
+        relation: Which keys of the tile each query sees.
+        length: Queries and keys of the tile.
+        args: The command line.
+
+    Returns:
+        A row of the table. If the kernel fails, the row has a note in place of numbers.
+    """
     device, scale = torch.device(args.device), args.head_dim**-0.5
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(args.batch, heads, length, args.head_dim) for heads in (args.heads, args.kv_heads, args.kv_heads)]
@@ -82,15 +101,26 @@ def measure(kernel: Kernel, relation: Relation, length: int, args: argparse.Name
 
 
 def _error(q, k, v, out, relation: Relation, scale: float) -> float:
-    """Relative norm, on the last queries of the first sequence."""
+    """Return the relative norm of the error of the last queries of the first sequence, against float64."""
     rows = min(_ROWS_COMPARED, q.shape[2])
-    # The last queries of a square are, against all keys, CAUSAL from the bottom right, as the definition takes it.
+    # `Math` aligns CAUSAL to the bottom right, so the relation of the last queries to all keys stays the same.
     wanted, _ = Math().forward(*(x.double() for x in (q[:1, :, -rows:], k[:1], v[:1])), relation=relation, scale=scale)
     return ((out[:1, :, -rows:] - wanted).norm() / wanted.norm()).item()
 
 
 def measure_merging(name: str, length: int, args: argparse.Namespace) -> dict[str, object]:
-    """One row: milliseconds to merge a part into a total, GB/s of what one kernel must move, error of the output."""
+    """Measure the merging of a partial result into a total.
+
+    GB/s count the bytes that a single kernel must move.
+
+    Args:
+        name: A key of `MERGES`.
+        length: Queries.
+        args: The command line.
+
+    Returns:
+        A row of the table. If the merge fails, the row has a note in place of numbers.
+    """
     device, part_type = torch.device(args.device), getattr(torch, args.dtype)
     generator = torch.Generator(device).manual_seed(0)
     wide = torch.promote_types(part_type, torch.float32)
@@ -105,23 +135,29 @@ def measure_merging(name: str, length: int, args: argparse.Namespace) -> dict[st
         merge(*tensors)
         merge_eagerly(*wanted)
         difference = ((tensors[0] - wanted[0]).norm() / wanted[0].norm()).item()
-        needed = seconds(lambda: merge(*tensors), args.repeats, device)
+        duration = seconds(lambda: merge(*tensors), args.repeats, device)
     except Exception as error:  # no Triton here, or no memory
         return {**row, "note": _said(error)}
     moved = total.numel() * (2 * wide.itemsize + part_type.itemsize)
     return {
         **row,
-        "forward_ms": round(needed * 1e3, 3),
-        "gb_per_s": round(moved / needed / 1e9, 1),
+        "forward_ms": round(duration * 1e3, 3),
+        "gb_per_s": round(moved / duration / 1e9, 1),
         "error": float(f"{difference:.2e}"),
     }
 
 
 def _said(error: Exception) -> str:
+    """Return the type and the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """Yield the rows of the table: every kernel, relation and length, or with `--merging` every merge and length.
+
+    Args:
+        args: The command line.
+    """
     if args.merging:
         yield from (measure_merging(name, length, args) for name in MERGES for length in args.lengths)
         return
@@ -142,6 +178,11 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def main() -> int:
+    """Measure, and print the table or a JSON object.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), default="bfloat16")
@@ -162,16 +203,16 @@ def main() -> int:
         args.kernels = [kernel.name for kernel in known if kernel.capabilities.device in (None, args.device)]
     if not args.json:
         print(" ".join(f"{column:>15}" for column in _COLUMNS))
-    found = []
+    results = []
     for row in rows(args):
-        found.append(row)
+        results.append(row)
         if not args.json:
             cells = (f"{row.get(column, ''):>15}" for column in _COLUMNS)
             print(" ".join(cells) + (f"  {row['note']}" if "note" in row else ""), flush=True)
     if args.json:
         device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
         settings = {**vars(args), "device_name": device_name, "threads": torch.get_num_threads()}
-        print(json.dumps({"torch": torch.__version__, "settings": settings, "rows": found}, indent=2))
+        print(json.dumps({"torch": torch.__version__, "settings": settings, "rows": results}, indent=2))
     return 0
 
 

@@ -3,10 +3,10 @@
     python scripts/benchmarks/attention_launches.py --degrees 8
     python scripts/benchmarks/attention_launches.py --degrees 2 4 8 --methods ring all_to_all --kernel cudnn
 
-Kernels are stand-ins that return empty tensors, a merge of partial results is one operator, as on a GPU, and messages
-are those of PyTorch's fake process group. Tensors are short, so that Python, the dispatcher and allocations remain. The
-time is that of the thread, the median of several rounds. A GPU adds the time of each launch itself. Prints a line of
-JSON for each degree and method.
+Kernels are stand-ins that return empty tensors. A merge of partial results is one operator, as on a GPU. PyTorch's fake
+process group stands in for communication. Tensors are short, so that Python, the dispatcher and allocations dominate.
+The time is the CPU time of the thread, the median of several rounds. A GPU adds the time of each launch itself. Prints
+a line of JSON for each degree and method.
 """
 
 import argparse
@@ -58,7 +58,14 @@ KERNELS = {"cuda_flash": CudaFlash(_Ops()), "cudnn": Cudnn(_Ops())}
 
 
 def measure(degree: int, method: str, kernel: str, rounds: int) -> dict[str, float | int | str]:
-    """Return the milliseconds of one forward and one backward of rank 1."""
+    """Return the milliseconds of one forward and one backward on rank 1.
+
+    Args:
+        degree: Context-parallel degree.
+        method: Context-parallel method.
+        kernel: A key of `KERNELS`.
+        rounds: Measured rounds; three rounds before them are not counted.
+    """
     hybrid = (degree // 2, 2) if method == "hybrid" else None
     options = ContextParallelOptions(method, hybrid_degrees=hybrid)
     shape, names = (hybrid[::-1], ("ring", "heads")) if hybrid else ((degree,), ("cp",))
@@ -85,12 +92,19 @@ def measure(degree: int, method: str, kernel: str, rounds: int) -> dict[str, flo
     finally:
         dist.destroy_process_group()
     forward, backward = (statistics.median(column) * 1e3 for column in zip(*times[3:], strict=True))
-    found = {"degree": degree, "method": method, "kernel": kernel}
-    return found | {"forward_ms": round(forward, 2), "backward_ms": round(backward, 2)}
+    row = {"degree": degree, "method": method, "kernel": kernel}
+    return row | {"forward_ms": round(forward, 2), "backward_ms": round(backward, 2)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure each degree and method."""
+    """Measure each degree and method.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--degrees", type=int, nargs="+", default=[8], help="of context parallelism")

@@ -1,9 +1,9 @@
-"""How evenly the documents of steps lie on dp x cp ranks, as they are read and as `training.balance` assigns them.
+"""How evenly the documents of steps lie on dp x cp ranks: in the order of reading, and as `training.balance` assigns.
 
-Documents have log-normal lengths, cut at the ends of sequences. The time of a step is the sum, over its micro-batches,
-of the costliest rank's FLOPs, in those of the mean; `bound` is what documents that are assigned whole allow. `plan_ms`
-are milliseconds of the assignment, `layout_ms` of the layout `balanced` of one row over cp ranks. FLOPs are those of
-`flops_per_token`: there is no model, and no process group.
+Documents have log-normal lengths and are cut at the ends of sequences. The time of a step is the sum, over its
+micro-batches, of the FLOPs of the costliest rank, divided by the FLOPs of the mean rank. `bound` is the best time that
+whole documents allow. `plan_ms` is the time of the assignment, `layout_ms` the time of the layout `balanced` of one row
+over cp ranks, both in milliseconds. `flops_per_token` gives the FLOPs: there is no model, and no process group.
 
 python scripts/benchmarks/balance.py --flavor 8B --seq-len 131072 --dp 8 --cp 8 --micro-batches 1 4
 """
@@ -28,6 +28,7 @@ from trainer.tasks.balanced_batches import assign, document_costs
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--flavor", choices=FLAVORS, default="8B")
     p.add_argument("--seq-len", type=int, default=131072)
@@ -42,7 +43,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def documents_of_step(rng: np.random.Generator, rows: int, seq_len: int, mean: float, sigma: float) -> np.ndarray:
-    """Return the lengths of documents that fill so many sequences."""
+    """Return the lengths in tokens of random documents that fill `rows` sequences, 1-D int64.
+
+    Args:
+        rng: Source of the random lengths.
+        rows: Number of sequences.
+        seq_len: Tokens of a sequence.
+        mean: Mean length of a document in tokens.
+        sigma: Standard deviation of the logarithm of the lengths.
+    """
     number = 100 + 4 * int(rows * seq_len / mean)
     drawn = np.ceil(rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, size=number))
     ends = np.unique(np.concatenate([np.cumsum(drawn), np.arange(1, rows + 1) * seq_len]))
@@ -52,9 +61,16 @@ def documents_of_step(rng: np.random.Generator, rows: int, seq_len: int, mean: f
 def rank_costs(
     lengths: np.ndarray, flops: tuple[float, float], cp: int, load_balancer: str
 ) -> tuple[list[float], float]:
-    """Return the cost of each context-parallel rank of a row with these documents, and the milliseconds of its layout.
+    """Compute the cost of each context-parallel rank for one row of documents.
 
-    flops: of a token, of a key.
+    Args:
+        lengths: Lengths of the row's documents in tokens, 1-D.
+        flops: FLOPs of a token without attention, and FLOPs of one key that a query sees.
+        cp: Context-parallel degree.
+        load_balancer: Name of the layout.
+
+    Returns:
+        The FLOPs of each rank, and the milliseconds that building the layout took.
     """
     ids = np.repeat(np.arange(len(lengths)), lengths)
     keys = np.concatenate([np.arange(1, length + 1) for length in lengths])
@@ -68,11 +84,21 @@ def rank_costs(
 
 
 def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, object]:
+    """Measure several steps with one mean length and one number of micro-batches.
+
+    Args:
+        s: The command line.
+        mean: Mean length of a document in tokens.
+        micro_batches: Micro-batches of a step.
+
+    Returns:
+        The row of the result, with medians over the steps.
+    """
     flops_per_token = FLAVORS[s.flavor].flops_per_token
     costs_of = document_costs(flops_per_token, s.seq_len)
     linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
     flops = linear, flops_per_token(1)[1] - linear
-    found: dict[str, list[float]] = {"read": [], "assigned": [], "assigned, and over cp by cost": []}
+    step_times: dict[str, list[float]] = {"read": [], "assigned": [], "assigned, and over cp by cost": []}
     planned, laid_out = [], []
     numbers, leasts = [], []
     for seed in range(s.steps):
@@ -93,7 +119,7 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
             )
             laid_out += took * (load_balancer == "balanced")
             work = np.array(costs_of_rows).reshape(micro_batches, -1)
-            found[name].append(work.max(axis=1).mean() / work.mean())
+            step_times[name].append(work.max(axis=1).mean() / work.mean())
         numbers.append(len(lengths))
         leasts.append(assigned.least)
     return {
@@ -101,13 +127,14 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
         "micro_batches": micro_batches,
         "documents_of_a_step": round(statistics.median(numbers)),
         "bound": round(statistics.median(leasts), 3),
-        "time": {name: round(statistics.median(values), 3) for name, values in found.items()},
+        "time": {name: round(statistics.median(values), 3) for name, values in step_times.items()},
         "plan_ms": round(statistics.median(planned), 3),
         "layout_ms": round(statistics.median(laid_out), 3),
     }
 
 
 def main() -> None:
+    """Measure every number of micro-batches and mean length; print the result and write it to `--output`."""
     s = parser().parse_args()
     rows = [measure(s, mean, micro_batches) for micro_batches in s.micro_batches for mean in s.mean]
     result = made_with("scripts/benchmarks/balance.py", sys.argv[1:], device="cpu") | {"steps": rows}

@@ -1,10 +1,10 @@
-"""What is alive while a checkpointed block of a million-token job is recomputed, traced on a GPU that does not exist.
+"""Tensors alive while a checkpointed block of a million-token job is recomputed, traced on a simulated GPU.
 
     python scripts/benchmarks/block_memory.py --method all_to_all
 
 Llama 3 8B, 1,048,576 tokens over 8 ranks, mode "full", inputs offloaded, the feed-forward network in parts of 8,192.
-For each part of a block's backward: the most bytes alive beyond what was alive before it, which includes the block's
-input and the gradient of its output, and the tensors at that moment, in KiB for each token of a rank.
+For each part of a block's backward, the report has the peak of the bytes allocated since the block began, in KiB for
+each token of a rank. The block's input and the gradient of its output count. It also lists the tensors at that moment.
 """
 
 import argparse
@@ -42,7 +42,7 @@ Made = tuple[int, str]
 
 
 class Alive(Recorder):
-    """A recorder that knows what each of the bytes is, and the most of them in each part of one block's backward."""
+    """A recorder that describes each allocation, and keeps the peak of each part of one block's backward."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
@@ -53,7 +53,7 @@ class Alive(Recorder):
         self.at: dict[str, list[Made]] = {}
 
     def start_block(self) -> None:
-        """Begin the next block; what is alive now is not counted for it."""
+        """Begin the next block; allocations that are alive now are not counted for it."""
         self.blocks += 1
         self.before = self.number
 
@@ -63,9 +63,9 @@ class Alive(Recorder):
         for x in tensors:
             storage = x.untyped_storage()
             if storage not in self._blocks:
-                what = f"{'x'.join(map(str, x.shape))} {str(x.dtype)[6:]} {name} {_line(stack)}"
+                description = f"{'x'.join(map(str, x.shape))} {str(x.dtype)[6:]} {name} {_line(stack)}"
                 self.number += 1
-                self.made[self.number] = storage.nbytes(), what
+                self.made[self.number] = storage.nbytes(), description
                 weakref.finalize(storage, self.made.pop, self.number, None)
         super()._alive(tensors, name)
         if self.blocks == 2:
@@ -79,14 +79,14 @@ class Alive(Recorder):
 
 
 def _stack() -> list[tuple[str, str, int]]:
-    """Return file, function and line of the package's functions that run, the innermost first."""
-    frame, found = sys._getframe(1), []
+    """Return file, function and line of the running functions of `longshard` and `trainer`, innermost first."""
+    frame, functions = sys._getframe(1), []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if {"longshard", "trainer"} & {*path.parts[-5:]}:
-            found.append((path.name, frame.f_code.co_name, frame.f_lineno))
+            functions.append((path.name, frame.f_code.co_name, frame.f_lineno))
         frame = frame.f_back
-    return found
+    return functions
 
 
 def _line(stack: list[tuple[str, str, int]]) -> str:
@@ -94,17 +94,21 @@ def _line(stack: list[tuple[str, str, int]]) -> str:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Trace a step and print the parts of a block's backward."""
+    """Trace a step and print the parts of a block's backward.
+
+    Args:
+        args: The command line.
+    """
     parts = f"--activation_checkpoint.mlp_chunk_tokens={args.mlp_chunk_tokens}"
     queries = args.query_heads_per_pass
     passes = [f"--parallelism.context_parallel_query_heads_per_pass={queries}"] if queries else []
-    settings = table._cp(_RANKS, args.method, table._MILLION, *table._OFFLOADED, parts, *passes, *args.more)
+    settings = table._cp(_RANKS, args.method, table._MILLION, *table._OFFLOADED, parts, *passes, *args.arguments)
     alive, forward = Alive(), TransformerBlock.forward
 
-    def block(self: TransformerBlock, *given: Any, **more: Any) -> torch.Tensor:
+    def block(self: TransformerBlock, *inputs: Any, **options: Any) -> torch.Tensor:
         if torch._C._current_graph_task_id() != -1:
             alive.start_block()
-        return forward(self, *given, **more)
+        return forward(self, *inputs, **options)
 
     job = table.Job("", _RANKS, 2, settings, layers=args.layers).resolved()
     with mock.patch.object(TransformerBlock, "forward", block):
@@ -113,15 +117,22 @@ def report(args: argparse.Namespace) -> None:
     for part, most in alive.most.items():
         print(f"\n{most / 1024 / _TOKENS:6.1f} KiB  {part}")
         sizes: Counter[str] = Counter()
-        for size, what in alive.at[part]:
-            sizes[what] += size
-        for what, size in sizes.most_common():
+        for size, description in alive.at[part]:
+            sizes[description] += size
+        for description, size in sizes.most_common():
             if size >= args.least * 1024 * _TOKENS:
-                print(f"{size / 1024 / _TOKENS:10.2f}  {what}")
+                print(f"{size / 1024 / _TOKENS:10.2f}  {description}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Start the process that reports, with the library that it needs."""
+    """Start the process that reports, with the library that it needs.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--method", default="all_to_all")
     parser.add_argument("--layers", type=int, default=4)
@@ -129,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--query-heads-per-pass", type=int, default=0, help="of all_to_all; 0: all")
     parser.add_argument("--least", type=float, default=0.25, help="KiB a token of the tensors that are listed")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("more", nargs="*", help="more arguments of the job")
+    parser.add_argument("arguments", nargs="*", help="further arguments of the job")
     args = parser.parse_args(argv)
     if args.inside:
         report(args)

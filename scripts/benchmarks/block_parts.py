@@ -3,11 +3,11 @@
     python scripts/benchmarks/block_parts.py --rows 4 --seq-len 512 --json result.json
     python scripts/benchmarks/block_parts.py --device cuda --flavor 8B --layers 4 --seq-len 8192
 
-Each part runs alone, on random numbers: its forward, then forward and backward with the gradients of its inputs and
-weights. All parts take turns, eager and compiled, and each time is the median over the rounds. A share is (time of
-forward and backward) * (times in a step) / (the sum of that over the parts). `block` and `step` stand beside the sum,
-whole; the rest of a step (embedding, residual sums, gradient norm) is no part. The trainer compiles whole blocks, which
-may fuse more than their parts. Settings of the trainer may follow.
+Each part runs alone on random numbers: its forward, then forward and backward with the gradients of its inputs and
+weights. All parts take turns, eager and compiled. Each time is the median over the rounds. A share is (time of forward
+and backward) * (times in a step) / (the sum of this product over the parts). The rows `block` and `step` show a whole
+block and a whole step, for comparison with the sum. Embedding, residual sums and gradient norm are no part. The trainer
+compiles whole blocks, which may fuse more than their parts. Settings of the trainer may follow.
 """
 
 import argparse
@@ -37,7 +37,15 @@ _WIDTHS = {"part": 18, "times": 5, "forward_ms": 10, "forward_backward_ms": 19, 
 
 @dataclass(frozen=True)
 class Part:
-    """A function of some inputs. times: in a step, 0 where it is the sum of others; modules: whose weights it uses."""
+    """A function of some inputs that is timed.
+
+    Attributes:
+        name: Name of the part.
+        times: How often a step runs the part; 0 if other parts contain it.
+        function: The function.
+        inputs: Its inputs.
+        modules: The modules whose weights it uses.
+    """
 
     name: str
     times: int
@@ -47,11 +55,15 @@ class Part:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What the backward gives gradients of."""
+        """The tensors whose gradients the backward computes."""
         return [*self.inputs, *(p for module in self.modules for p in module.parameters())]
 
     def calls(self, function: Callable[..., Outputs]) -> dict[str, Callable[[], object]]:
-        """Return what is timed of the function, eager or compiled, by its column."""
+        """Return the functions to time, by column.
+
+        Args:
+            function: The part's function, eager or compiled.
+        """
 
         def forward() -> tuple[torch.Tensor, ...]:
             outputs = function(*self.inputs)
@@ -65,7 +77,12 @@ class Part:
 
 
 def parts(model: nn.Module, work: Work) -> list[Part]:
-    """Return what a step consists of, in its order. Shapes: see `Attention.forward`."""
+    """Return the parts of a step, in the order in which they run. For shapes see `Attention.forward`.
+
+    Args:
+        model: The decoder.
+        work: The configuration, the device and the rounds to measure.
+    """
     shape, training = work.shape(), work.config.training
     block = next(iter(model.layers.values()))
     attention, layers = block.attention, shape.n_layers
@@ -100,16 +117,21 @@ def parts(model: nn.Module, work: Work) -> list[Part]:
 
 
 def measured(work: Work, compiled: Callable[[Callable[..., Outputs]], Callable[..., Outputs]]) -> list[Row]:
-    """Time all parts in turn, after one call of each that is not timed; times in ms.
+    """Time all parts in turn, after one call of each that is not timed.
 
-    compiled: what compiles a function.
+    Args:
+        work: The configuration, the device and the rounds to measure.
+        compiled: Compiles a function.
+
+    Returns:
+        A row for each part, with times in milliseconds.
     """
     bare = Bare(work)
     bare.step()  # state and gradients for the optimizer
     clock = Clock(work.device)
     calls: dict[tuple[str, str], Callable[[], object]] = {}
-    found = parts(bare.working, work)
-    for part in found:
+    step_parts = parts(bare.working, work)
+    for part in step_parts:
         for prefix, function in (("", part.function), ("compiled_", compiled(part.function))):
             calls |= {(part.name, prefix + column): call for column, call in part.calls(function).items()}
     calls["optimizer", "forward_backward_ms"] = bare.optimizer.step
@@ -123,7 +145,7 @@ def measured(work: Work, compiled: Callable[[Callable[..., Outputs]], Callable[.
             for _ in range(work.steps):
                 call()
             times[key].append(1e3 * clock.read().seconds / work.steps)
-    rows: list[Row] = [{"part": part.name, "times": part.times} for part in found]
+    rows: list[Row] = [{"part": part.name, "times": part.times} for part in step_parts]
     rows[-1:-1] = [{"part": "optimizer", "times": 1}]
     rows.append({"part": "step", "times": 0})
     for row in rows:
@@ -132,7 +154,14 @@ def measured(work: Work, compiled: Callable[[Callable[..., Outputs]], Callable[.
 
 
 def shared(rows: list[Row]) -> list[Row]:
-    """Add the shares of the parts that make a step, and round; the optimizer is never compiled."""
+    """Add to each row the share of its part in a step, and round. The optimizer is never compiled.
+
+    Args:
+        rows: A row for each part.
+
+    Returns:
+        The rounded rows.
+    """
     for prefix in ("", "compiled_"):
         spent = [row["times"] * row.get(f"{prefix}forward_backward_ms", row["forward_backward_ms"]) for row in rows]
         for row, time in zip(rows, spent, strict=True):
@@ -142,12 +171,21 @@ def shared(rows: list[Row]) -> list[Row]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     about = common_parser(__doc__)
     about.add_argument("--backend", choices=("inductor", "aot_eager", "eager"), default="inductor", help="of compiled")
     return about
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and write the result to `--json`.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     argv = sys.argv[1:] if argv is None else argv
     args, overrides = parser().parse_known_args(argv)
     try:

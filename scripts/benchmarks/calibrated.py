@@ -1,9 +1,9 @@
-"""Times of runs on this machine's CPU beside the planner's prediction, with a record that other runs have made.
+"""Measured and predicted times of runs on this machine's CPU; the planner's record comes from other runs.
 
 python scripts/benchmarks/calibrated.py --json docs/measurements/calibrated.json       # ten minutes, on a quiet machine
 
-The record is that of `lct estimate debug_model --calibrate`: seven runs of the debug model. The runs that are predicted
-have other lengths, batches, families and modes of recomputation. Each run is `lct train` on one rank.
+`lct estimate debug_model --calibrate` makes the record from seven runs of the debug model. The predicted runs have
+other lengths, batches, families and modes of recomputation. Each run is `lct train` on one rank.
 """
 
 import argparse
@@ -51,32 +51,35 @@ RUNS = {
 
 
 def main() -> None:
+    """Run and predict each of `RUNS`; print the table and write it to `--json`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--record", type=Path, help="a record that is there already")
     parser.add_argument("--only", default="", help="a part of the names of runs")
     args = parser.parse_args()
-    found = []
+    runs = []
     with tempfile.TemporaryDirectory() as folder, Worker(has_shim=False) as worker:
         path = args.record or Path(folder, "cpu.toml")
         if args.record is None:
             print(calibrate(BASE, path, memory=this_machine().memory("cpu")), file=sys.stderr, flush=True)
         on = device(str(path))
-        for name, more in ((name, more) for name, more in RUNS.items() if args.only in name):
-            job = [*BASE, *more]
+        for name, options in RUNS.items():
+            if args.only not in name:
+                continue
+            job = [*BASE, *options]
             predicted = estimate(worker, job, 1, on, whole=True).time.seconds
             measured = median(step_seconds(job) for _ in range(3))
-            found.append({"run": name, "measured": measured, "predicted": predicted})
-            print(found[-1], file=sys.stderr, flush=True)
+            runs.append({"run": name, "measured": measured, "predicted": predicted})
+            print(runs[-1], file=sys.stderr, flush=True)
         record = path.read_text(encoding="utf-8")
     if args.json:
         head = made_with("scripts/benchmarks/calibrated.py", sys.argv[1:], device="cpu")
-        args.json.write_text(json.dumps(head | {"record": record, "runs": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps(head | {"record": record, "runs": runs}, indent=1) + "\n")
     print("| run | measured, ms a step | predicted |  |\n|---|---|---|---|")
-    for run in found:
+    for run in runs:
         error = run["predicted"] / run["measured"] - 1
         print(f"| {run['run']} | {run['measured'] * 1e3:,.0f} | {run['predicted'] * 1e3:,.0f} | {error:+.0%} |")
-    errors = [abs(run["predicted"] / run["measured"] - 1) for run in found]
+    errors = [abs(run["predicted"] / run["measured"] - 1) for run in runs]
     print(f"\nmedian error {median(errors):.1%}, largest {max(errors):.1%}")
 
 

@@ -3,10 +3,10 @@
     python scripts/benchmarks/checkpoints.py --rounds 7 --json docs/measurements/checkpoints_cpu.json
     python scripts/benchmarks/checkpoints.py --device cuda --layers 20
 
-Each round saves the same tensors of one trainer in every way, once: weights, and both moments in float32 (1 GB by
-default), with fsync. The order of the ways is drawn in each round, and the first round is not counted. Plain is
-`dcp.save` and `dcp.async_save` with a `FileSystemWriter`. A ratio is that of a round, and the median of the rounds.
-Every tensor is updated between the saves, as a step does it.
+Each round saves the same tensors of one trainer once in every way, with fsync: weights, and both moments in float32 (1
+GB by default). The order of the ways is random in each round, and the first round is not counted. Plain is `dcp.save`
+and `dcp.async_save` with a `FileSystemWriter`. A ratio compares two saves of the same round; the table has the median
+over the rounds. Every tensor is updated between the saves, as in a training step.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from trainer.stores.store import LocalStore
 from trainer.trainer import Trainer
 
 Save = Callable[[Path, int], Callable[[], object]]
-"""Given a folder and a step, save, and return what waits until all is on the disk."""
+"""Saves into a folder at a step; returns a function that waits until everything is on the disk."""
 PLAIN = {"disabled": "plain save", "async": "plain async_save", "async_with_pinned_mem": "plain async_save"}
-"""Mode -> what it is compared with."""
+"""Value of `checkpoint.async_mode` -> the plain way that it is compared with."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ class Times:
 
 
 def plain_save(tensors: dict[str, torch.Tensor]) -> Save:
+    """Return a function that saves with `dcp.save`.
+
+    Args:
+        tensors: The tensors by name, any shape.
+    """
+
     def save(folder: Path, _: int) -> Callable[[], object]:
         dcp.save(tensors, storage_writer=FileSystemWriter(folder))
         return lambda: None
@@ -60,11 +66,21 @@ def plain_save(tensors: dict[str, torch.Tensor]) -> Save:
 
 
 def plain_async_save(tensors: dict[str, torch.Tensor]) -> Save:
+    """Return a function that saves with `dcp.async_save`.
+
+    Args:
+        tensors: The tensors by name, any shape.
+    """
     return lambda folder, _: dcp.async_save(tensors, storage_writer=FileSystemWriter(folder)).result
 
 
 def ours(trainer: Trainer, mode: str) -> Save:
-    """Return how the trainer saves with this `checkpoint.async_mode`."""
+    """Return a function that saves as the trainer does.
+
+    Args:
+        trainer: The trainer whose state is saved.
+        mode: Value of `checkpoint.async_mode`.
+    """
     config = trainer.config
     job = replace(trainer.job, config=replace(config, checkpoint=replace(config.checkpoint, async_mode=mode)))
     parts = {"model_parts": trainer.model_parts, "optimizer": trainer.optimizer}
@@ -80,6 +96,16 @@ def ours(trainer: Trainer, mode: str) -> Save:
 
 
 def timed(save: Save, folder: Path, step: int) -> Times:
+    """Save once and wait until everything is on the disk.
+
+    Args:
+        save: The function that saves.
+        folder: Folder of the checkpoint.
+        step: Step of the checkpoint.
+
+    Returns:
+        The times of the save.
+    """
     started = time.perf_counter()
     wait = save(folder, step)
     stalled = time.perf_counter() - started
@@ -89,13 +115,18 @@ def timed(save: Save, folder: Path, step: int) -> Times:
 
 @contextmanager
 def opened(args: argparse.Namespace, folder: Path) -> Iterator[Trainer]:
-    """A trainer of one rank, with its optimizer's state."""
+    """Yield a trainer of one rank after one step, so that its optimizer has state.
+
+    Args:
+        args: The command line.
+        folder: Folder of the run.
+    """
     FLAVORS["checkpoints"] = replace(
         FLAVORS["debugmodel"], dim=args.dim, n_layers=args.layers, ffn_hidden_dim=4 * args.dim
     )
-    given = ["--model.flavor=checkpoints", f"--job.dump_folder={folder}", "--training.seq_len=32"]
-    given += ["--checkpoint.enable", "--checkpoint.interval=1", "--training.local_batch_size=1"]
-    config, device = parse_command_line(given).config, torch.device(args.device)
+    settings = ["--model.flavor=checkpoints", f"--job.dump_folder={folder}", "--training.seq_len=32"]
+    settings += ["--checkpoint.enable", "--checkpoint.interval=1", "--training.local_batch_size=1"]
+    config, device = parse_command_line(settings).config, torch.device(args.device)
     with process_group(Process(0, 0, 1), config.comm):
         trainer = Trainer(resolve(config, 1, device.type), device)
         trainer.train_step(1)
@@ -104,11 +135,17 @@ def opened(args: argparse.Namespace, folder: Path) -> Iterator[Trainer]:
 
 
 def measured(trainer: Trainer, folder: Path, rounds: int) -> dict[str, list[Times]]:
-    """Return the times of each way to save, by its name, a list of one entry per round."""
+    """Return the times of each way to save by its name, one entry per round.
+
+    Args:
+        trainer: The trainer whose state is saved.
+        folder: Folder for the checkpoints, which are deleted after each save.
+        rounds: Number of measured rounds.
+    """
     tensors = tensors_of(trainer.model_parts, trainer.optimizer)
     ways = {"plain save": plain_save(tensors), "plain async_save": plain_async_save(tensors)}
     ways |= {mode: ours(trainer, mode) for mode in PLAIN}
-    found: dict[str, list[Times]] = {name: [] for name in ways}
+    times_of_ways: dict[str, list[Times]] = {name: [] for name in ways}
     step, chance = 0, random.Random(0)
     for number in range(rounds + 1):
         for name in chance.sample(list(ways), len(ways)):  # no way always follows the same other one
@@ -117,20 +154,24 @@ def measured(trainer: Trainer, folder: Path, rounds: int) -> dict[str, list[Time
             times = timed(ways[name], folder / "saved", step)
             shutil.rmtree(folder / "saved")
             if number:
-                found[name].append(times)
-    return found
+                times_of_ways[name].append(times)
+    return times_of_ways
 
 
-def rows(found: dict[str, list[Times]]) -> list[dict[str, object]]:
-    """Return the median times of each way, and the medians of its ratios to plain DCP."""
+def rows(times_of_ways: dict[str, list[Times]]) -> list[dict[str, object]]:
+    """Return the median times of each way, and the medians of its ratios to plain DCP.
+
+    Args:
+        times_of_ways: Times of each way to save by its name, one entry per round.
+    """
     result: list[dict[str, object]] = []
-    for name, times in found.items():
+    for name, times in times_of_ways.items():
         row: dict[str, object] = {"way": name}
         for column in ("stalled", "on_disk"):
             row[f"{column}_s"] = round(statistics.median(getattr(x, column) for x in times), 3)
             if name in PLAIN:
-                pairs = zip(times, found[PLAIN[name]], strict=True)
-                ratios = [getattr(mine, column) / getattr(theirs, column) for mine, theirs in pairs]
+                pairs = zip(times, times_of_ways[PLAIN[name]], strict=True)
+                ratios = [getattr(ours, column) / getattr(theirs, column) for ours, theirs in pairs]
                 row[f"{column}_ratio"] = round(statistics.median(ratios), 3)
                 row[f"{column}_ratio_range"] = [round(min(ratios), 3), round(max(ratios), 3)]
         result.append(row)
@@ -138,6 +179,7 @@ def rows(found: dict[str, list[Times]]) -> list[dict[str, object]]:
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     about = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     about.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     about.add_argument("--dim", type=int, default=1024, help="width of the model (default: 1024)")
@@ -149,6 +191,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and write the result to `--json`.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
@@ -156,12 +206,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder, opened(args, Path(folder) / "run") as trainer:
         tensors = tensors_of(trainer.model_parts, trainer.optimizer)
         head |= {"bytes": sum(x.nbytes for x in tensors.values()), "tensors": len(tensors), "rounds": args.rounds}
-        found = rows(measured(trainer, Path(folder), args.rounds))
-    for row in found:
+        results = rows(measured(trainer, Path(folder), args.rounds))
+    for row in results:
         ratios = f"{row['stalled_ratio']:>14} {row['on_disk_ratio']:>14}" if "stalled_ratio" in row else ""
         print(f"{row['way']:>22} {row['stalled_s']:>9} s stalled {row['on_disk_s']:>9} s to disk {ratios}")
     if args.json is not None:
-        args.json.write_text(json.dumps(head | {"results": found}, indent=2) + "\n")
+        args.json.write_text(json.dumps(head | {"results": results}, indent=2) + "\n")
     return 0
 
 

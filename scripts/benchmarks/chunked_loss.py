@@ -1,4 +1,4 @@
-"""Time and memory of the loss of tokens from hidden states, forward and backward: all logits at once, and in chunks.
+"""Time and memory of the token losses from hidden states, forward and backward: with all logits at once, and in chunks.
 
 python scripts/benchmarks/chunked_loss.py --tokens 8192 --dim 512 --vocab 32000
 python scripts/benchmarks/chunked_loss.py --count --tokens 64 --chunks 0 64 --dtype bfloat16
@@ -26,6 +26,7 @@ from trainer.models.chunked_loss import Chunks, chunked_token_losses
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--tokens", type=int, default=8192)
     p.add_argument("--dim", type=int, default=512)
@@ -40,7 +41,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def problem(args: argparse.Namespace) -> Callable[[int], None]:
-    """Return a function that runs forward and backward with chunks of so many tokens."""
+    """Return a function that runs the loss forward and backward.
+
+    Args:
+        args: The command line.
+
+    Returns:
+        A function of the tokens of a chunk; 0 computes all logits at once.
+    """
     settings = {"dtype": getattr(torch, args.dtype), "device": args.device, "requires_grad": True}
     hidden, weight = torch.randn(1, args.tokens, args.dim, **settings), torch.randn(args.vocab, args.dim, **settings)
     labels = torch.randint(args.vocab, (1, args.tokens), device=args.device)
@@ -58,7 +66,11 @@ def problem(args: argparse.Namespace) -> Callable[[int], None]:
 
 
 def peak(args: argparse.Namespace) -> float:
-    """Return the MiB that the run of one kind needs above inputs and code that is loaded."""
+    """Return the peak memory in MiB of one run, above its inputs and the loaded code.
+
+    Args:
+        args: The command line; the first entry of `--chunks` is the chunk size.
+    """
     run = problem(args)
     before = peak_memory_gib(torch.device(args.device))
     run(args.chunks[0])
@@ -66,9 +78,13 @@ def peak(args: argparse.Namespace) -> float:
 
 
 class Passes(TorchDispatchMode):
-    """Counts operators of which an argument or a result has as many elements as the logits of a chunk.
+    """Counts operators with an argument or a result that has as many elements as the logits of a chunk.
 
-    bytes: of these tensors, without operators in FEW, which read or write one logit of each token.
+    Attribute `bytes`: the bytes of these tensors. The operators in `FEW` read or write one logit of each token and are
+    not included.
+
+    Args:
+        logits: Number of logits of a chunk.
     """
 
     FEW = ("gather", "scatter_")
@@ -96,7 +112,11 @@ def _tensors(x: Any) -> list[torch.Tensor]:
 
 
 def count(args: argparse.Namespace) -> None:
-    """Print the operators on logits of one forward and backward, for one chunk, and the bytes they move for a logit."""
+    """Print, for each chunk size, the operators on logits in one forward and backward, and their bytes for a logit.
+
+    Args:
+        args: The command line.
+    """
     run = problem(args)
     for tokens in args.chunks:
         size = min(tokens or args.tokens, args.tokens)
@@ -111,6 +131,7 @@ def count(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Measure, or count with `--count`, and print a line of JSON for each chunk size."""
     args = parser().parse_args()
     if args.count:
         count(args)

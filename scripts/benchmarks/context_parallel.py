@@ -5,16 +5,16 @@ r"""Context-parallel attention against one process that computes all of it with 
     python scripts/benchmarks/context_parallel.py --seq-len 65536 --degrees 2 4 --device cuda --dtype bfloat16 \
         --ranks --methods ring all_to_all pytorch
 
-N ranks of `--threads` threads each, and one process of N times as many, compute causal attention of one sequence,
-forward and backward, in turn: whoever does not measure sleeps on a pipe. A round is one process, then every method; the
-ratio of a row is the median over the rounds of (time of the ranks) / (time of the one process).
+N ranks with `--threads` threads each, and one process with N times `--threads` threads, compute causal attention of one
+sequence, forward and backward, in turn. Processes that do not measure sleep on a pipe. A round is one process, then
+every method. The ratio of a row is the median over the rounds of (time of the ranks) / (time of the one process).
 
-With --device cuda --ranks each rank has a GPU of its own, over NCCL, and `--methods pytorch` is PyTorch's own ring
+With --device cuda --ranks each rank has a GPU of its own, over NCCL. `--methods pytorch` is PyTorch's own ring
 (`torch.distributed.tensor.experimental.context_parallel`), which does not run on CPUs.
 
-With --device cuda alone, or with --tiles, one device computes the tiles of every rank's plan one rank after another,
-K and V at hand and nothing sent. The ratio is then that of the slowest rank to a share of 1/N of one call over
-everything.
+With --device cuda alone, or with --tiles, one device computes the tiles of every rank's plan, one rank after another.
+K and V are on the device, and there is no communication. The ratio then compares the slowest rank with a share of 1/N
+of one call over the whole sequence.
 """
 
 import argparse
@@ -45,14 +45,18 @@ from trainer.config.errors import ConfigError
 METHODS = ("ring", "all_gather", "all_to_all")
 KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS)]
 _OTHER_DEGREES = (2, 4, 8, 16)
-"""For which a row says how large the buffers of K and V would be."""
+"""Degrees for which a row says how large the buffers of K and V would be."""
 
 
 # ---- rows
 
 
 def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Every length and degree, method by method."""
+    """Yield a row for every degree, length and method.
+
+    Args:
+        args: The command line.
+    """
     for degree in args.degrees:
         with Team(degree, Whole, Share, args.device) as team:
             for problem in problems(args, degree):
@@ -62,7 +66,20 @@ def rank_rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def measure(problem: Problem, methods: Sequence[str], repeats: int, team: Team) -> Iterator[Row]:
-    """Rounds of one process and every method in turn, after one call of each that is not timed."""
+    """Measure the one process and every method in turn, after one call of each that is not timed.
+
+    Args:
+        problem: The attention problem.
+        methods: Context-parallel methods, or `PEER`.
+        repeats: Number of rounds.
+        team: The processes.
+
+    Yields:
+        A row for each method.
+
+    Raises:
+        RuntimeError: A rank sent other bytes than its plan says.
+    """
     team.whole("run")
     accounts = {method: team.ranks("account", method) for method in methods}
     whole: list[Times] = []
@@ -78,7 +95,7 @@ def measure(problem: Problem, methods: Sequence[str], repeats: int, team: Team) 
             "seq_len": problem.seq_len,
             **compared(whole, shares[method]),
         }
-        if method == PEER:  # it counts nothing; its FLOPs are those of a ring
+        if method == PEER:  # PyTorch's ring counts no bytes; it has the FLOPs of a ring
             speed = worth(problem, "ring", whole, shares[method])
             yield row | {name: speed[name] for name in ("tflops", "whole_tflops")}
             continue
@@ -94,7 +111,16 @@ def measure(problem: Problem, methods: Sequence[str], repeats: int, team: Team) 
 
 
 def worth(problem: Problem, method: str, whole: Sequence[Times], shares: Sequence[Sequence[Times]]) -> Row:
-    """TFLOP/s of all ranks together and of the one process, by the plan's FLOPs; bytes that all ranks send by kind."""
+    """Return TFLOP/s of all ranks together and of the one process, and the bytes that all ranks send, by kind.
+
+    The plans count FLOPs and bytes.
+
+    Args:
+        problem: The attention problem.
+        method: Context-parallel method whose plans count FLOPs and bytes.
+        whole: Times of the one process, one per round.
+        shares: Times of every rank, one sequence per round.
+    """
     costs = problem.costs(method)
     flops = sum(cost.flops for rank in costs for cost in rank.values())
     sent = sum((cost.bytes_sent for rank in costs for cost in rank.values()), Counter())
@@ -107,10 +133,15 @@ def worth(problem: Problem, method: str, whole: Sequence[Times], shares: Sequenc
 
 
 def check_bytes(problem: Problem, method: str, counted: Sequence[dict[str, int]]) -> None:
-    """What every rank sent is what its plan said.
+    """Check that every rank sent the bytes that its plan says.
+
+    Args:
+        problem: The attention problem.
+        method: Context-parallel method.
+        counted: Bytes that each rank sent, by kind.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: A rank sent other bytes.
     """
     for rank, (sent, costs) in enumerate(zip(counted, problem.costs(method), strict=True)):
         planned = sum((cost.bytes_sent for cost in costs.values()), Counter())
@@ -119,9 +150,15 @@ def check_bytes(problem: Problem, method: str, counted: Sequence[dict[str, int]]
 
 
 def buffers(problem: Problem, method: str) -> Row:
-    """The most that buffers of K and V (and of their gradients) take on a rank, in bytes and in shards of K and V.
+    """Return the largest buffers of K and V and of their gradients on a rank.
 
-    buffers: in shards, for other degrees too, with as many tokens on a rank: what grows with the degree is seen.
+    Args:
+        problem: The attention problem.
+        method: Context-parallel method.
+
+    Returns:
+        `workspace_bytes`, by direction, and `buffers`: the size in shards of K and V, by degree and direction. Other
+        degrees have the same number of tokens on a rank, so that growth with the degree is visible.
     """
     local = problem.seq_len // problem.degree
     rows: Row = {"workspace_bytes": _workspace(problem, method)}
@@ -130,12 +167,13 @@ def buffers(problem: Problem, method: str) -> Row:
             continue
         other = Problem(**{**asdict(problem), "degree": degree, "seq_len": local * degree})
         shard = 2 * other.batch * other.kv_heads * other.head_dim * getattr(torch, other.dtype).itemsize * local
-        found = {name: round(size / shard, 2) for name, size in _workspace(other, method).items()}
-        rows.setdefault("buffers", {})[str(degree)] = found
+        sizes = {name: round(size / shard, 2) for name, size in _workspace(other, method).items()}
+        rows.setdefault("buffers", {})[str(degree)] = sizes
     return rows
 
 
 def _workspace(problem: Problem, method: str) -> dict[str, int]:
+    """Return the largest workspace of a rank in bytes, by direction."""
     costs = problem.costs(method)
     return {name: max(rank[name].workspace for rank in costs) for name in DIRECTIONS}
 
@@ -149,6 +187,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     described = _Parser(description=__doc__.splitlines()[0])
     add = described.add_argument
     add("--seq-len", nargs="+", type=int, default=[4096, 16384], help="tokens of the sequence")
@@ -171,10 +210,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Settle what is left open.
+    """Check the command line; set `tiles` and `kernels` if they are not given.
+
+    Args:
+        args: The command line.
 
     Raises:
-        ConfigError: values that nothing can be measured with.
+        ConfigError: These values cannot be measured.
     """
     for name in ("seq_len", "degrees", "batch", "heads", "kv_heads", "head_dim", "repeats", "threads"):
         values = getattr(args, name)
@@ -207,10 +249,13 @@ def check(args: argparse.Namespace) -> None:
 
 
 def check_ranks(args: argparse.Namespace) -> None:
-    """The ranks have devices that can run their methods.
+    """Check that the ranks have devices that can run the methods.
+
+    Args:
+        args: The command line.
 
     Raises:
-        ConfigError: they have not.
+        ConfigError: There are too few GPUs, or PyTorch's ring cannot run with these values.
     """
     if args.ranks and args.device == "cuda" and (gpus := torch.cuda.device_count()) < max(args.degrees):
         raise ConfigError(f"--ranks: --degrees {max(args.degrees)} needs as many GPUs, and there are {gpus}")
@@ -227,6 +272,7 @@ def check_ranks(args: argparse.Namespace) -> None:
 
 
 def _can(name: str, device: str, dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the kernel supports this device, data type and head size."""
     try:
         choose_kernel(device, dtype, head_dim, name)
     except OptionError:
@@ -235,8 +281,16 @@ def _can(name: str, device: str, dtype: torch.dtype, head_dim: int) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
-    args = parser().parse_args(given)
+    """Measure, print the table, and write the rows to `--json`.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(arguments)
     try:
         check(args)
     except ConfigError as error:
@@ -247,10 +301,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     columns = [*(["kernel"] if args.tiles else []), "method", "degree", "seq_len", "ratio", "ms", "whole_ms", "tflops"]
     print(" ".join(f"{column:>11}" for column in columns), " ratio from .. to")
-    found: list[Row] = []
-    result = made_with("scripts/benchmarks/context_parallel.py", given, device=device) | {"results": found}
+    results: list[Row] = []
+    result = made_with("scripts/benchmarks/context_parallel.py", arguments, device=device) | {"results": results}
     for row in (tile_rows if args.tiles else rank_rows)(args):
-        found.append(row | settings)
+        results.append(row | settings)
         low, high = row["ratio_range"]
         print(" ".join(f"{row[column]:>11}" for column in columns), f" {low} .. {high}", flush=True)
         if args.json is not None:  # after every row, so that an interrupted run leaves what it has

@@ -1,4 +1,4 @@
-"""What `context_parallel.py` compares: a rank that shares a sequence, and one process that has all of it."""
+"""Processes that `context_parallel.py` compares: a rank with its part of a sequence, and one process with all of it."""
 
 import time
 from collections import Counter
@@ -23,7 +23,15 @@ from scripts.benchmarks.teams import PeakBytes, Times
 
 
 def timed(attention: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Times:
-    """One forward and backward by autograd."""
+    """Run one forward and backward by autograd.
+
+    Args:
+        attention: Attention of q, k and v.
+        inputs: q, k, v and the gradient of the output, (B, heads, S, D).
+
+    Returns:
+        The times of the run.
+    """
     *leaves, dout = inputs
     done = torch.cuda.synchronize if dout.is_cuda else lambda: None
     done()
@@ -36,13 +44,19 @@ def timed(attention: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
     return Times(start, middle, time.monotonic(), time.process_time() - cpu)
 
 
-# PyTorch's own ring, the peer, for which it has no kernel on CPUs: it replaces this function inside its context
+# PyTorch's own ring is the peer. It has no kernel on CPUs, and replaces this function inside its context.
 PEER = "pytorch"
 _causal = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
 
 class Whole:
-    """One process that computes everything by PyTorch's own attention."""
+    """One process that computes the whole sequence by PyTorch's own attention.
+
+    Args:
+        problem: The attention problem.
+        threads: Number of threads.
+        device: `cpu` or `cuda`.
+    """
 
     def __init__(self, problem: Problem, threads: int, device: str = "cpu") -> None:
         torch.set_num_threads(threads)
@@ -53,11 +67,19 @@ class Whole:
         pass
 
     def run(self) -> Times:
+        """Return the times of one forward and backward."""
         return timed(_causal, self._inputs)
 
 
 class Share:
-    """One rank of a group that computes it together."""
+    """One rank of a group that computes the sequence together.
+
+    Args:
+        problem: The attention problem.
+        threads: Number of threads.
+        methods: Context-parallel methods, or `PEER`.
+        device: `cpu` or `cuda`.
+    """
 
     def __init__(self, problem: Problem, threads: int, methods: Sequence[str], device: str = "cpu") -> None:
         torch.set_num_threads(threads)
@@ -79,6 +101,11 @@ class Share:
         self._open.close()
 
     def run(self, method: str) -> Times:
+        """Return the times of one forward and backward. A collective over the ranks.
+
+        Args:
+            method: Context-parallel method, or `PEER`.
+        """
         dist.barrier()
         if method == PEER:
             return self._run_peer()
@@ -88,14 +115,18 @@ class Share:
         )
 
     def _run_peer(self) -> Times:
-        """PyTorch's ring with its own head-tail layout, in which this rank has the same rows as in ours."""
-        buffer = torch.zeros(1, self._problem.seq_len, device=self._device)  # the context cannot do without one
+        """Run PyTorch's ring with its own head-tail layout, which gives this rank the same rows as ours."""
+        buffer = torch.zeros(1, self._problem.seq_len, device=self._device)  # the context requires a buffer
         with experimental.context_parallel(self._mesh, buffers=[buffer], buffer_seq_dims=[1]):
-            # found by its name in each call, because the context replaces it there
+            # looked up by name in each call, because the context replaces it there
             return timed(lambda *qkv: F.scaled_dot_product_attention(*_repeated(*qkv), is_causal=True), self._inputs)
 
     def account(self, method: str) -> dict[str, dict[str, int]]:
-        """Bytes sent by kind and the peak of memory in each direction, of one call that is not timed; the peer: {}."""
+        """Return the bytes sent by kind and the peak of memory in each direction, of one call that is not timed.
+
+        Args:
+            method: Context-parallel method. For `PEER` the result is empty.
+        """
         if method == PEER:
             return {}
         q, k, v, dout = (x.detach() for x in self._inputs)
@@ -115,6 +146,6 @@ class Share:
 
 
 def _repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return K and V with a head for each query head, as PyTorch's ring needs them."""
+    """Return q, and K and V with one head for each query head, as PyTorch's ring needs them."""
     group = q.shape[1] // k.shape[1]
     return q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)

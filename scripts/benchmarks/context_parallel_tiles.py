@@ -1,4 +1,4 @@
-"""Tiles of every rank's plan on one device, one rank after another: `context_parallel.py --tiles`."""
+"""Run the tiles of every rank's plan on one device, one rank after another: `context_parallel.py --tiles`."""
 
 import argparse
 import statistics
@@ -32,7 +32,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class Problem:
-    """Causal attention of one sequence, and how many ranks share it."""
+    """Causal attention of one sequence, and the number of ranks that share it."""
 
     seq_len: int
     degree: int
@@ -52,16 +52,29 @@ class Problem:
         return ContextParallelOptions(load_balancer=self.load_balancer).layout(self.seq_len, self.degree)
 
     def plans(self, method: str) -> list[RankPlan]:
+        """Return the plan of every rank.
+
+        Args:
+            method: Context-parallel method.
+        """
         return [make_plan(self.layout, causal(self.seq_len), method, rank) for rank in range(self.degree)]
 
     def costs(self, method: str) -> list[dict[str, Cost]]:
-        """Of every rank, by direction."""
+        """Return the costs of every rank, by direction.
+
+        Args:
+            method: Context-parallel method.
+        """
         itemsize = getattr(torch, self.dtype).itemsize
         shape = AttentionShape(self.batch, self.heads, self.kv_heads, self.head_dim, itemsize)
         return [{name: attention_cost(plan, shape, name) for name in DIRECTIONS} for plan in self.plans(method)]
 
     def inputs(self, device: str = "cpu") -> list[torch.Tensor]:
-        """q, k, v and the gradient of the output, (B, heads, S, D), as projections leave them: (B, S, heads, D)."""
+        """Return q, k, v and the gradient of the output, (B, heads, S, D), in the memory layout (B, S, heads, D).
+
+        Args:
+            device: Device of the tensors.
+        """
         generator = torch.Generator().manual_seed(0)
         return [
             torch.randn(self.batch, self.seq_len, heads, self.head_dim, generator=generator)
@@ -72,6 +85,12 @@ class Problem:
 
 
 def problems(args: argparse.Namespace, degree: int) -> Iterator[Problem]:
+    """Yield the problem of each sequence length.
+
+    Args:
+        args: The command line.
+        degree: Number of ranks.
+    """
     names = "batch", "heads", "kv_heads", "head_dim", "dtype", "load_balancer"
     for seq_len in args.seq_len:
         yield Problem(seq_len, degree, **{name: getattr(args, name) for name in names})
@@ -81,7 +100,15 @@ def problems(args: argparse.Namespace, degree: int) -> Iterator[Problem]:
 
 
 class Tiles:
-    """One rank's calls, forward and backward, with the K and V of every stage at hand."""
+    """The calls of one rank, forward and backward, with the K and V of every stage on the device.
+
+    Args:
+        problem: The attention problem.
+        method: Context-parallel method.
+        rank: The rank.
+        kernel: The kernel of each tile.
+        inputs: q, k, v and the gradient of the output, whole, (B, heads, S, D).
+    """
 
     def __init__(self, problem: Problem, method: str, rank: int, kernel: Kernel, inputs: list[torch.Tensor]) -> None:
         plan = problem.plans(method)[rank]
@@ -105,10 +132,11 @@ class Tiles:
     def _steps(
         stages: tuple[Stage, ...], calls: tuple[tuple[Launch, ...], ...], held: dict[Any, torch.Tensor]
     ) -> list[tuple[torch.Tensor, tuple[Launch, ...]]]:
+        """Return the K and V of each stage with the launches of the stage."""
         return [(held[stage.held], part) for stage, part in zip(stages, calls, strict=True)]
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rank's output and log-sum-exp."""
+        """Return the rank's output, (B, heads, S / N, D), and its log-sum-exp, (B, heads, S / N)."""
         total = Merged(self._q)
         heads = slice(0, self._q.shape[1])
         for rows, launches in self._forward:
@@ -117,35 +145,62 @@ class Tiles:
         return out.to(self._q.dtype), lse
 
     def backward(self, out: torch.Tensor, lse: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of the queries, and each stage's of K and V, (rows, 2, B, K, D)."""
+        """Compute the gradients of the rank's queries and of the K and V of each stage.
+
+        Args:
+            out: Output of `forward`, (B, heads, S / N, D).
+            lse: Log-sum-exp of `forward`, (B, heads, S / N).
+
+        Returns:
+            The gradient of the queries, (B, heads, S / N, D), then the gradients of K and V of each stage, (rows, 2, B,
+                K, D).
+        """
         dq = torch.zeros_like(self._q, dtype=lse.dtype)
         totals = []
         for rows, launches in self._backward:
             totals.append(torch.zeros_like(rows, dtype=lse.dtype))
-            given = BackwardInputs(self._dout, self._q, *unpack(rows), out, lse)
+            tensors = BackwardInputs(self._dout, self._q, *unpack(rows), out, lse)
             for launch in launches:
-                parts = self._kernel.backward_many(given, launch, scale=self._scale)
+                parts = self._kernel.backward_many(tensors, launch, scale=self._scale)
                 add_parts((dq, *unpack(totals[-1])), parts, launch)
         return [dq, *totals]
 
 
 class OneCall:
-    """The whole sequence by one call of a kernel."""
+    """Attention of the whole sequence by one call of a kernel.
+
+    Args:
+        problem: The attention problem.
+        kernel: The kernel.
+        inputs: q, k, v and the gradient of the output, (B, heads, S, D).
+    """
 
     def __init__(self, problem: Problem, kernel: Kernel, inputs: list[torch.Tensor]) -> None:
         self._kernel, self._inputs = kernel, inputs
         self._options = {"relation": Relation.CAUSAL, "scale": problem.scale}
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, (B, heads, S, D), and the log-sum-exp, (B, heads, S)."""
         return self._kernel.forward(*self._inputs[:3], **self._options)
 
     def backward(self, out: torch.Tensor, lse: torch.Tensor) -> object:
+        """Return the gradients of q, k and v.
+
+        Args:
+            out: Output of `forward`, (B, heads, S, D).
+            lse: Log-sum-exp of `forward`, (B, heads, S).
+        """
         *qkv, dout = self._inputs
         return self._kernel.backward(BackwardInputs(dout, *qkv, out, lse), **self._options)
 
 
 def seconds(work: Tiles | OneCall, device: str) -> float:
-    """One forward and backward; on a GPU between two events."""
+    """Return the seconds of one forward and backward; on a GPU the time between two events.
+
+    Args:
+        work: Runs the forward and the backward.
+        device: `cpu` or `cuda`.
+    """
     if device == "cpu":
         start = time.perf_counter()
         work.backward(*work.forward())
@@ -159,7 +214,11 @@ def seconds(work: Tiles | OneCall, device: str) -> float:
 
 
 def tile_rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Every length, degree and kernel, method by method. A kernel that fails is named on stderr and left out."""
+    """Yield a row for every length, degree, kernel and method. Kernels that fail are reported on stderr and skipped.
+
+    Args:
+        args: The command line.
+    """
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     for degree in args.degrees:
@@ -173,7 +232,16 @@ def tile_rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def measure_tiles(problem: Problem, kernel: Kernel, args: argparse.Namespace) -> Iterator[Row]:
-    """Rounds of one call by the flash kernel, one by this kernel, and every rank's tiles of every method, in turn."""
+    """Measure in turn one call of the flash kernel, one call of this kernel, and every rank's tiles of every method.
+
+    Args:
+        problem: The attention problem.
+        kernel: The kernel of the tiles.
+        args: The command line.
+
+    Yields:
+        A row for each method.
+    """
     inputs = problem.inputs(args.device)
     flash = CpuFlash() if args.device == "cpu" else CudaFlash()
     ours = OneCall(problem, kernel, inputs)
@@ -199,10 +267,17 @@ def measure_tiles(problem: Problem, kernel: Kernel, args: argparse.Namespace) ->
 
 
 def compared_tiles(rounds: Sequence[dict[str, Any]], method: str, flops: Sequence[int], comparable: bool) -> Row:
-    """rounds: seconds of `own` and `flash`, one call each, and of every rank. comparable: there is a flash kernel."""
+    """Return the row of a method: ratios, times and TFLOP/s.
+
+    Args:
+        rounds: Seconds of each round: `own` and `flash` for one call each, and by method the seconds of every rank.
+        method: Context-parallel method.
+        flops: FLOPs of each rank.
+        comparable: Whether there is a flash kernel to compare with.
+    """
     degree = len(flops)
     slowest = [max(one[method]) for one in rounds]
-    ratios = [degree * mine / one["own"] for mine, one in zip(slowest, rounds, strict=True)]
+    ratios = [degree * longest / one["own"] for longest, one in zip(slowest, rounds, strict=True)]
     row: Row = {
         "ratio": round(statistics.median(ratios), 4),
         "ratio_range": [round(min(ratios), 4), round(max(ratios), 4)],
@@ -211,6 +286,6 @@ def compared_tiles(rounds: Sequence[dict[str, Any]], method: str, flops: Sequenc
         "tflops": round(max(flops) / statistics.median(slowest) / 1e12, 4),
     }
     if comparable:
-        against = [degree * mine / one["flash"] for mine, one in zip(slowest, rounds, strict=True)]
+        against = [degree * longest / one["flash"] for longest, one in zip(slowest, rounds, strict=True)]
         row["ratio_to_flash"] = round(statistics.median(against), 4)
     return row

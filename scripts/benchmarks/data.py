@@ -1,11 +1,11 @@
-"""How fast each source of documents is: its first start, later starts, and batches.
+"""Speed of each source of documents: its first start, later starts, and batches.
 
     python scripts/benchmarks/data.py --json docs/measurements/data_cpu.json
 
-The documents of every source are those of the standard library, jsonl repeats them up to --megabytes. Files lie in a
-temporary folder, so that they are in the memory of the operating system. The first start makes token files by as many
-processes as there are CPUs. Then the order of --documents is measured on one of 1,024 ranks, and what that rank and the
-first one of its node do with --files token files.
+Every source has the documents of Python's standard library; jsonl repeats them up to --megabytes. The files lie in a
+temporary folder, so that the operating system has them in memory. The first start makes token files with one process
+for each CPU. Then the benchmark measures the order of --documents on one of 1,024 ranks. It also measures how this rank
+and the first rank of its node open --files token files.
 """
 
 import argparse
@@ -42,7 +42,15 @@ SEQ_LEN, ROWS = 2048, 4
 
 
 def written(folder: Path, megabytes: float) -> dict[str, str | None]:
-    """Write the documents in each form; return the path of each source."""
+    """Write the documents in each form.
+
+    Args:
+        folder: Folder for the files.
+        megabytes: Size of the JSON lines.
+
+    Returns:
+        The path of each source. None: the source needs none.
+    """
     documents = list(all_documents(DataSettings("python_stdlib")))
     (folder / "text").mkdir()
     for i, document in enumerate(documents):
@@ -59,7 +67,12 @@ def written(folder: Path, megabytes: float) -> dict[str, str | None]:
 
 
 def opened(name: str, path: str | None) -> float:
-    """Return the seconds of the command that makes the token files of a source, as the start of a job runs it."""
+    """Return the seconds of the command that makes the token files of a source, as the start of a job runs it.
+
+    Args:
+        name: Name of the source.
+        path: Path of its files. None: the source needs none.
+    """
     started = time.perf_counter()
     command = [sys.executable, "-m", "trainer", "tokenize", f"--training.dataset={name}"]
     command += [f"--training.dataset_path={path}"] if path else []
@@ -68,7 +81,13 @@ def opened(name: str, path: str | None) -> float:
 
 
 def speeds(data: TextData, batches: int, rounds: int) -> Iterator[float]:
-    """Yield the tokens per second of one process for each round, after a first batch of every stream."""
+    """Yield the tokens per second of one process for each round, after a first batch of every stream.
+
+    Args:
+        data: The documents.
+        batches: Batches of a round.
+        rounds: Number of rounds.
+    """
     training = Training(seq_len=SEQ_LEN, local_batch_size=ROWS)
     loader = BatchLoader(data, training, dp_rank=0, dp_degree=1)
     made = iter(loader)
@@ -82,7 +101,13 @@ def speeds(data: TextData, batches: int, rounds: int) -> Iterator[float]:
 
 
 def measure(name: str, path: str | None, args: argparse.Namespace) -> dict[str, object]:
-    """Return the row of a source."""
+    """Return the row of a source.
+
+    Args:
+        name: Name of the source.
+        path: Path of its files. None: the source needs none.
+        args: The command line.
+    """
     settings = DataSettings(name, path)
     first, again, data = opened(name, path), opened(name, path), open_text(settings)
     rates = sorted(speeds(data, args.batches, args.rounds))
@@ -96,7 +121,12 @@ def measure(name: str, path: str | None, args: argparse.Namespace) -> dict[str, 
 
 
 def order(documents: int, streams: int = 1024) -> dict[str, object]:
-    """Return how long one of 1,024 ranks takes to order its documents and to find 1,000 of them, and its memory."""
+    """Return how long one rank takes to order its documents and to look up 1,000 of them, and its memory.
+
+    Args:
+        documents: Number of documents.
+        streams: Number of streams, one for each rank.
+    """
     started = time.perf_counter()
     ((_, items),) = assigned(documents, streams, 0, 3, 1024)
     made = time.perf_counter() - started
@@ -106,12 +136,17 @@ def order(documents: int, streams: int = 1024) -> dict[str, object]:
     _ = [items[0] for _, items in assigned(documents, streams, 0, 3, 1024)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    found = {"seconds": round(made, 6), "microseconds_a_document": round(microseconds, 2), "peak_bytes": peak}
-    return {"documents": documents, **found}
+    result = {"seconds": round(made, 6), "microseconds_a_document": round(microseconds, 2), "peak_bytes": peak}
+    return {"documents": documents, **result}
 
 
 def start_of_ranks(folder: Path, files: int) -> dict[str, object]:
-    """Return the seconds that the first rank of a node, and then another one, take to open so many token files."""
+    """Return the seconds that the first rank of a node, and then another rank, take to open token files.
+
+    Args:
+        folder: Folder for the token files, which must not exist.
+        files: Number of token files.
+    """
     folder.mkdir()
     ids = np.arange(2, 66, dtype="<u2")
     for i in range(files):
@@ -129,7 +164,11 @@ def start_of_ranks(folder: Path, files: int) -> dict[str, object]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of docs/data.md."""
+    """Return the table of docs/data.md.
+
+    Args:
+        rows: The row of each source.
+    """
     lines = [
         "| source | documents | first start, and later | tokens per second |",
         "|---|---|---|---|",
@@ -143,17 +182,28 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    found.add_argument("--megabytes", type=float, default=245, help="of the JSON lines")
-    found.add_argument("--batches", type=int, default=100, help=f"of {ROWS} x {SEQ_LEN} tokens, in a round")
-    found.add_argument("--rounds", type=int, default=5)
-    found.add_argument("--documents", type=int, default=365_000_000, help="that are ordered, as many as C4 has")
-    found.add_argument("--files", type=int, default=1000, help="token files that ranks open")
-    found.add_argument("--json", default=None, help="file of the numbers")
-    return found
+    """Return the parser of the command line."""
+    described = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    described.add_argument("--megabytes", type=float, default=245, help="of the JSON lines")
+    described.add_argument("--batches", type=int, default=100, help=f"of {ROWS} x {SEQ_LEN} tokens, in a round")
+    described.add_argument("--rounds", type=int, default=5)
+    described.add_argument(
+        "--documents", type=int, default=365_000_000, help="number of documents to order (default: C4's)"
+    )
+    described.add_argument("--files", type=int, default=1000, help="token files that ranks open")
+    described.add_argument("--json", default=None, help="file of the numbers")
+    return described
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the result, and write it to `--json`.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     argv = sys.argv[1:] if argv is None else argv
     args = parser().parse_args(argv)
     content: dict[str, Any] = made_with("scripts/benchmarks/data.py", argv, device="cpu")
@@ -165,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rounds": args.rounds,
     }
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # token files of another run would be found
+        os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"  # no token files of another run
         paths = written(Path(folder), args.megabytes)
         content["results"] = [measure(name, path, args) for name, path in paths.items() if name != "tokens"]
         paths["tokens"] = str(cached(DataSettings("text", paths["text"])))

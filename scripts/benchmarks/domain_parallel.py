@@ -2,10 +2,11 @@
 
     python scripts/benchmarks/domain_parallel.py --sides 64 128 256 --degrees 1 2 --json rows.json
 
-N ranks of `--threads` threads each, and one process of N times as many, run a model forward and backward in turn:
-whoever does not measure sleeps on a pipe. The ranks share the rows of every field, and sum the gradients of weights.
-The one process runs the same model on whole tensors. A round is one process, then the ranks; the ratio is the median
-over the rounds of (time of the ranks) / (time of the one process). Memory is counted in a step that is not timed.
+N ranks with `--threads` threads each, and one process with N times `--threads` threads, run a model forward and
+backward in turn. Processes that do not measure sleep on a pipe. The ranks share the rows of every field, and sum the
+gradients of weights. The one process runs the same model on whole tensors. A round is one process, then the ranks. The
+ratio is the median over the rounds of (time of the ranks) / (time of the one process). Memory is counted in a step that
+is not timed.
 """
 
 import argparse
@@ -24,7 +25,11 @@ from trainer.config.errors import ConfigError
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Yield the rows of every degree, model and side."""
+    """Yield a row for every degree, model and side.
+
+    Args:
+        args: The command line.
+    """
     for degree in args.degrees:
         with Team(degree, Whole, Share) as team:
             for model in args.models:
@@ -36,9 +41,16 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def measure(problem: Problem, repeats: int, team: Team) -> Row:
-    """Return the row of a problem: rounds of one process and the ranks, after one call of each that is not timed.
+    """Measure the one process and the ranks in turn, after one call of each that is not timed.
 
-    peak_bytes: the most that tensors took at once on a rank, of those that a step makes, gradients included.
+    Args:
+        problem: The model and its fields.
+        repeats: Number of rounds.
+        team: The processes.
+
+    Returns:
+        The row of the problem. `peak_bytes` is the largest peak of a rank, counting the tensors that a step creates,
+        gradients included.
     """
     whole_account, accounts = team.whole("account"), team.ranks("account")
     whole: list[Times] = []
@@ -66,6 +78,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     described = _Parser(description=__doc__.splitlines()[0])
     add = described.add_argument
     add("--models", nargs="+", choices=[*FLAVORS], default=[*FLAVORS])
@@ -81,10 +94,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Check the arguments.
+    """Check the command line.
+
+    Args:
+        args: The command line.
 
     Raises:
-        ConfigError: values that nothing can be measured with.
+        ConfigError: These values cannot be measured.
     """
     for name in ("sides", "degrees", "batch", "channels", "repeats", "threads"):
         values = getattr(args, name)
@@ -96,14 +112,22 @@ def check(args: argparse.Namespace) -> None:
             names = ", ".join(FLAVORS[model])
             raise ConfigError(f"--flavor {args.flavor} is no flavor of {model}; use one of {names}")
         for side in args.sides:
-            FLAVORS[model][args.flavor].of_fields(args.channels, side, side)
+            FLAVORS[model][args.flavor].for_fields(args.channels, side, side)
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {args.json}: its folder does not exist")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = sys.argv[1:] if argv is None else argv
-    args = parser().parse_args(given)
+    """Measure, print the table, and write the rows to `--json`.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    args = parser().parse_args(arguments)
     try:
         check(args)
     except ConfigError as error:
@@ -112,10 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = {name: getattr(args, name) for name in ("flavor", "batch", "channels", "threads", "repeats")}
     columns = ["model", "degree", "side", "ratio", "ms", "whole_ms", "memory_ratio"]
     print(" ".join(f"{column:>12}" for column in columns), " ratio from .. to")
-    found: list[Row] = []
-    result = made_with("scripts/benchmarks/domain_parallel.py", given, device="cpu") | {"results": found}
+    results: list[Row] = []
+    result = made_with("scripts/benchmarks/domain_parallel.py", arguments, device="cpu") | {"results": results}
     for row in rows(args):
-        found.append(row | settings)
+        results.append(row | settings)
         low, high = row["ratio_range"]
         print(" ".join(f"{row[column]:>12}" for column in columns), f" {low} .. {high}", flush=True)
         if args.json is not None:  # after every row, so that an interrupted run leaves what it has

@@ -1,4 +1,4 @@
-"""What `domain_parallel.py` compares: a rank that shares the rows of fields, and one process that has all of them."""
+"""Processes that `domain_parallel.py` compares: a rank with its rows of fields, and one process with whole fields."""
 
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ _MODELS = {"unet": UNet, "nat": NAT}
 
 @dataclass(frozen=True)
 class Problem:
-    """A model on square fields, and how many ranks share the rows of a field."""
+    """A model on square fields, and the number of ranks that share the rows of a field."""
 
     model: str
     side: int
@@ -35,8 +35,8 @@ class Problem:
     channels: int = 3
 
     def build(self) -> nn.Module:
-        """Return the model; the same weights in every process."""
-        args = FLAVORS[self.model][self.flavor].of_fields(self.channels, self.side, self.side)
+        """Return the model, with the same weights in every process."""
+        args = FLAVORS[self.model][self.flavor].for_fields(self.channels, self.side, self.side)
         model, generator = _MODELS[self.model](args), torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -44,14 +44,19 @@ class Problem:
         return model
 
     def fields(self) -> list[torch.Tensor]:
-        """Return the inputs and the gradient of the outputs: (batch, channels, side, side)."""
+        """Return the inputs and the gradient of the outputs, (B, channels, side, side)."""
         generator = torch.Generator().manual_seed(1)
         shape = (self.batch, self.channels, self.side, self.side)
         return [torch.randn(shape, generator=generator) for _ in range(2)]
 
 
 class Whole:
-    """One process that computes whole fields by PyTorch's own functions."""
+    """One process that computes whole fields by PyTorch's own functions.
+
+    Args:
+        problem: The model and its fields.
+        threads: Number of threads.
+    """
 
     def __init__(self, problem: Problem, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -62,13 +67,14 @@ class Whole:
         pass
 
     def forward(self) -> torch.Tensor:
+        """Return the output of the model, (B, channels, side, side)."""
         return self.model.output(self.model(self.inputs))
 
     def reduce(self) -> None:
-        """Sum the gradients of the weights over the ranks; there is one."""
+        """Do nothing: one process has the whole gradients."""
 
     def run(self) -> Times:
-        """Run one forward and backward."""
+        """Return the times of one forward and backward."""
         self.model.zero_grad()
         cpu, start = time.process_time(), time.monotonic()
         out = self.forward()
@@ -88,7 +94,12 @@ class Whole:
 
 
 class Share(Whole):
-    """One rank of a group that shares the rows."""
+    """One rank of a group that shares the rows.
+
+    Args:
+        problem: The model and its fields.
+        threads: Number of threads.
+    """
 
     def __init__(self, problem: Problem, threads: int) -> None:
         super().__init__(problem, threads)
@@ -102,6 +113,7 @@ class Share(Whole):
         parallelize(self.model.output, self.model(self.fields))
 
     def forward(self) -> torch.Tensor:
+        """Return the rank's rows of the output, (B, channels, rows, side)."""
         return self.model.output(self.model(self.fields)).local
 
     def reduce(self) -> None:
@@ -110,6 +122,6 @@ class Share(Whole):
         exchange.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), self.group)
 
     def run(self) -> Times:
-        """Run one forward and backward."""
+        """Return the times of one forward and backward. A collective over the ranks."""
         dist.barrier()
         return super().run()

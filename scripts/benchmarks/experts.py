@@ -1,8 +1,8 @@
 """A mixture of experts against a dense model of the same active FLOPs: tokens a second, time of a layer, bytes sent.
 
-Forward and backward of two decoders and of two layers on one process, side by side in each round. Then the same tokens
-and experts of the layer are divided over ranks: bytes are counted where the program calls collectives, and must be
-those of the plan.
+One process runs two decoders and two layers forward and backward, one after another in each round. Then ranks share the
+same tokens and the same experts of the layer. The benchmark counts bytes where the program calls collectives, and
+compares them with the plan's bytes.
 
 python scripts/benchmarks/experts.py --tokens 2048 --degrees 2
 """
@@ -35,6 +35,7 @@ from trainer.parallel.expert_parallel import ROUTING, DispatchPlan, dispatched_s
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     p.add_argument("--tokens", type=int, default=4096, help="of all ranks together")
     p.add_argument("--dim", type=int, default=256)
@@ -50,7 +51,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 class Layer:
-    """What measures in a process: all experts and tokens, or in a process group this rank's."""
+    """The layers and models of one process: all experts and tokens, or in a process group the rank's part.
+
+    Args:
+        settings: The command line.
+    """
 
     def __init__(self, settings: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -72,7 +77,7 @@ class Layer:
             self.weights = ExpertWeights(**{name: nn.Parameter(share) for name, share in shares.items()})
 
     def _model(self, kind: str, how: dict[str, object]) -> Transformer:
-        """Return a decoder with the layers that are compared; attention and output are the same."""
+        """Return a decoder with the dense or the expert layers; attention and output are the same in both."""
         s = self.s
         sizes = {"dim": s.dim, "n_layers": s.layers, "n_heads": s.dim // 32, "n_kv_heads": s.dim // 32}
         args = TransformerArgs(**sizes, ffn_hidden_dim=s.hidden * s.per_token, vocab_size=1024, max_seq_len=s.tokens)
@@ -83,6 +88,7 @@ class Layer:
         return model
 
     def experts(self) -> torch.Tensor:
+        """Return the output of the layer of experts for this process's tokens, (tokens, dim) or (1, tokens, dim)."""
         if self.rank is None:
             return self.moe(self.x.unsqueeze(0))
 
@@ -96,7 +102,14 @@ class Layer:
         return ROUTING.plan(chosen, len(self.weights.w13), dist.group.WORLD)
 
     def run(self, kind: str) -> Times:
-        """Run `experts` or `dense` once, a layer, or with `_model` behind it a decoder, forward and backward."""
+        """Run a layer or a decoder once, forward and backward.
+
+        Args:
+            kind: `experts` or `dense` for a layer, `experts_model` or `dense_model` for a decoder.
+
+        Returns:
+            The times of the run.
+        """
         self._wait()
         start, cpu = time.monotonic(), time.process_time()
         if kind.endswith("_model"):
@@ -111,7 +124,7 @@ class Layer:
         return Times(start, middle, time.monotonic(), time.process_time() - cpu)
 
     def traffic(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Return what one forward and backward sends to other ranks: counted, and by the plan."""
+        """Return the bytes that one forward and backward sends to other ranks: counted, and by the plan."""
         plan = self._plan(self.moe.router(self.x)[0])
         before = Counter(exchange.bytes_sent)
         self.run("experts")
@@ -130,7 +143,15 @@ class Layer:
 
 
 def compared(team: Team, settings: argparse.Namespace) -> Row:
-    """Measure one degree."""
+    """Measure one degree.
+
+    Args:
+        team: The processes.
+        settings: The command line.
+
+    Returns:
+        The row of the degree.
+    """
     team.whole("prepare", settings)
     team.ranks("prepare", settings)
     kinds = "dense", "experts", "dense_model", "experts_model"
@@ -161,6 +182,7 @@ def compared(team: Team, settings: argparse.Namespace) -> Row:
 
 
 def main() -> None:
+    """Measure every degree and print a line of JSON for each."""
     settings = parser().parse_args()
     for degree in settings.degrees:
         if settings.experts % degree or settings.tokens % degree:

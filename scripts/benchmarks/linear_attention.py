@@ -1,10 +1,11 @@
-"""Linear attention over ranks against one process that computes all of it, and its bytes beside those of attention.
+"""Linear attention over ranks against one process that computes all of it, and the bytes sent by it and by attention.
 
     python scripts/benchmarks/linear_attention.py --seq-len 16384 65536 --degrees 2 4 --json rows.json
 
-N ranks of `--threads` threads each, and one process of N times as many, run a layer's recurrence forward and backward
-in turn. The ratio of a row is the median over the rounds of (time of the ranks) / (time of the one process). Bytes are
-those that all ranks send, counted where the program calls collectives; `attention`: what a ring sends for such heads.
+N ranks with `--threads` threads each, and one process with N times `--threads` threads, run a layer's recurrence
+forward and backward in turn. The ratio of a row is the median over the rounds of (time of the ranks) / (time of the one
+process). `bytes_sent` counts the bytes that all ranks send, where the program calls collectives. `attention` is the
+number of bytes that ring attention with the same heads sends.
 """
 
 import argparse
@@ -37,11 +38,28 @@ KINDS = ("gated_delta", "kimi_delta", "mamba2")
 
 
 def layout_of(args: argparse.Namespace, seq_len: int, degree: int) -> AxisLayout:
+    """Return the layout of a sequence.
+
+    Args:
+        args: The command line.
+        seq_len: Tokens of the sequence.
+        degree: Number of ranks.
+    """
     return LAYOUTS[args.layout](seq_len, degree)
 
 
 def inputs(args: argparse.Namespace, kind: str, seq_len: int) -> list[torch.Tensor | None]:
-    """q, k, v, logarithms of decays, beta if the kind has erasure, and a cotangent: the same in every process."""
+    """Return the inputs of the recurrence and the gradient of its output, the same in every process.
+
+    Args:
+        args: The command line.
+        kind: One of `KINDS`.
+        seq_len: Tokens of the sequence.
+
+    Returns:
+        The tensors q, k and v, (B, S, heads, D). Logarithms of decays, (B, S, heads) or (B, S, heads, D). Beta, (B, S,
+            heads), or None for a kind without erasure. The gradient, (B, S, heads, D).
+    """
     generator = torch.Generator().manual_seed(seq_len)
     q, k, v, cotangent = (torch.randn(1, seq_len, args.heads, args.head_dim, generator=generator) for _ in range(4))
     decay = torch.rand(*q.shape[: 4 if kind == "kimi_delta" else 3], generator=generator).log()
@@ -50,26 +68,33 @@ def inputs(args: argparse.Namespace, kind: str, seq_len: int) -> list[torch.Tens
 
 
 class Member:
-    """What measures in a process: the whole sequence, or in a process group this rank's part."""
+    """The recurrence in one process: the whole sequence, or in a process group the rank's part.
+
+    Args:
+        args: The command line.
+        kind: One of `KINDS`.
+        seq_len: Tokens of the sequence.
+        threads: Number of threads.
+    """
 
     def __init__(self, args: argparse.Namespace, kind: str, seq_len: int, threads: int) -> None:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(args.deterministic)
-        *given, self._cotangent = inputs(args, kind, seq_len)
+        *leaves, self._cotangent = inputs(args, kind, seq_len)
         self._plan, self._open = None, ExitStack()
         if dist.is_initialized():
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             layout = layout_of(args, seq_len, mesh.size())
             own = torch.from_numpy(layout.indices(dist.get_rank()))
-            *given, self._cotangent = (None if x is None else x[:, own] for x in (*given, self._cotangent))
+            *leaves, self._cotangent = (None if x is None else x[:, own] for x in (*leaves, self._cotangent))
             self._plan = self._open.enter_context(region(mesh, layout, sequences=1)).attention_plan
-        self._inputs = [None if x is None else x.requires_grad_() for x in given]
+        self._inputs = [None if x is None else x.requires_grad_() for x in leaves]
 
     def close(self) -> None:
         self._open.close()
 
     def run(self) -> Times:
-        """One forward and backward."""
+        """Return the times of one forward and backward."""
         if self._plan is not None:
             dist.barrier()
         cpu, start = time.process_time(), time.monotonic()
@@ -86,7 +111,11 @@ class Member:
 
 
 def rows(args: argparse.Namespace) -> Iterator[Row]:
-    """Every degree, length and kind."""
+    """Yield a row for every degree, length and kind.
+
+    Args:
+        args: The command line.
+    """
     for degree in args.degrees:
         with Team(degree, Member, Member) as team:
             for seq_len in args.seq_len:
@@ -108,7 +137,13 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def attention_bytes(args: argparse.Namespace, seq_len: int, degree: int) -> int:
-    """Return what a ring's ranks send of keys and values with as many heads, forward and backward."""
+    """Return the bytes of keys and values that all ranks of a ring send with as many heads, forward and backward.
+
+    Args:
+        args: The command line.
+        seq_len: Tokens of the sequence.
+        degree: Number of ranks.
+    """
     layout, shape = layout_of(args, seq_len, degree), AttentionShape(1, args.heads, args.heads, args.head_dim, 4)
     plans = [make_plan(layout, causal(seq_len), "ring", rank) for rank in range(degree)]
     costs = [attention_cost(plan, shape, way) for plan in plans for way in ("forward", "backward")]
@@ -116,6 +151,11 @@ def attention_bytes(args: argparse.Namespace, seq_len: int, degree: int) -> int:
 
 
 def main(argv: list[str]) -> None:
+    """Measure, print a line for each row, and write the rows to `--json`.
+
+    Args:
+        argv: The command line.
+    """
     described = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = described.add_argument
     add("--seq-len", nargs="+", type=int, default=[16384], help="tokens of the sequence")
@@ -129,16 +169,16 @@ def main(argv: list[str]) -> None:
     add("--repeats", type=int, default=5, help="rounds, after one that does not count")
     add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
     args = described.parse_args(argv)
-    found = []
+    results = []
     for row in rows(args):
-        found.append(row)
+        results.append(row)
         sent, attention = (row[name] / 2**20 for name in ("bytes_sent", "attention"))
         where = f"{row['kind']:12} {row['degree']} ranks {row['seq_len']:7,} tokens"
         took = f"{row['ratio']:.2f} of one process's {row['whole_ms']:,.0f} ms"
         print(f"{where}  {took}  {sent:.2f} MiB sent, attention {attention:.2f} MiB", flush=True)
     if args.json is not None:
         head = made_with("scripts/benchmarks/linear_attention.py", argv, device="cpu")
-        args.json.write_text(json.dumps(head | {"rows": found}, indent=1) + "\n")
+        args.json.write_text(json.dumps(head | {"rows": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

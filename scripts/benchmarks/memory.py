@@ -3,7 +3,7 @@
 python scripts/benchmarks/memory.py --json docs/measurements/memory.json       # a quarter of an hour on two cores
 python scripts/benchmarks/memory.py --only "8 H100"
 
-Llama 3 8B, causal attention over the whole sequence, full checkpointing; nothing is run on a GPU.
+Llama 3 8B, causal attention over the whole sequence, full checkpointing. Nothing runs on a GPU.
 """
 
 import argparse
@@ -64,43 +64,52 @@ SETUPS: dict[str, tuple[str, int, list[tuple[str, tuple[str, ...]]]]] = {
 
 
 def rows(only: str) -> list[dict]:
-    """Return what fits with each feature."""
-    found = []
+    """Return the longest sequence that fits with each feature, a row for each.
+
+    Args:
+        only: Part of the names of the setups to measure.
+    """
+    results = []
     with Worker(has_shim=True) as worker:
         for setup, (gpu, ranks, features) in SETUPS.items():
             if only not in setup:
                 continue
             arguments: list[str] = list(BASE)
-            of = partial(estimate, worker, ranks=ranks, device=device(gpu))
+            estimate_of = partial(estimate, worker, ranks=ranks, device=device(gpu))
             begin = 32768
-            for name, more in features:
-                arguments = [*arguments, *more]
+            for name, options in features:
+                arguments = [*arguments, *options]
                 try:
-                    longest, beyond = longest_sequence(of, arguments, begin, 1024 * ranks)
+                    longest, beyond = longest_sequence(estimate_of, arguments, begin, 1024 * ranks)
                 except ConfigError as error:
-                    found.append({"setup": setup, "feature": name, "error": str(error)})
+                    results.append({"setup": setup, "feature": name, "error": str(error)})
                 else:
                     row = {"setup": setup, "feature": name, "beyond": next(iter(beyond.by_purpose))}
                     if longest is not None:
                         begin = longest.job.positions
                         row |= {"tokens": begin, "total": longest.total, "host": longest.profile.totals["host"]}
                         row |= {"tokens_per_second": longest.tokens_per_second, "mfu": longest.mfu[0]}
-                    found.append(row)
-                print(found[-1], file=sys.stderr, flush=True)
-    return found
+                    results.append(row)
+                print(results[-1], file=sys.stderr, flush=True)
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Search, print the table, and write the rows to `--json`.
+
+    Args:
+        argv: The command line. None: the process's own.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the names of the setups")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    found = rows(args.only)
+    results = rows(args.only)
     if args.json:
         head = made_with("scripts/benchmarks/memory.py", sys.argv[1:] if argv is None else argv, device="none")
-        args.json.write_text(json.dumps(head | {"rows": found}, indent=1) + "\n")
-    print("| GPUs | with | tokens | host memory a GPU | tok/s a GPU | what is most beyond |\n|---|---|---|---|---|---|")
-    for row in found:
+        args.json.write_text(json.dumps(head | {"rows": results}, indent=1) + "\n")
+    print("| GPUs | with | tokens | host memory a GPU | tok/s a GPU | largest part beyond |\n|---|---|---|---|---|---|")
+    for row in results:
         size = f"{row['tokens']:,}" if "tokens" in row else row.get("error", "none")
         host = f"{row['host'] / 2**30:.0f} GiB" if row.get("host") else ""
         speed = f"{row['tokens_per_second']:,.0f}" if "tokens" in row else ""

@@ -1,11 +1,11 @@
-"""Peak memory and time of real runs on one GPU, feature by feature, beside what `lct estimate` predicts.
+"""Peak memory and time of real runs on one GPU, feature by feature, and the predictions of `lct estimate`.
 
     python scripts/benchmarks/memory_runs.py run --json runs.json      # on a machine with a GPU
     python scripts/benchmarks/memory_runs.py predict --json runs.json  # adds predictions, without a GPU
 
-Llama 3.1 8B's layers and vocabulary, random weights, causal attention over the whole sequence, text of Python's own
-files. Each row is `lct train` in a process of its own; the rows `run` has done are kept, and the file is written after
-each of them. Time is that of the last step.
+The model has the layers and the vocabulary of Llama 3.1 8B, random weights and causal attention over the whole
+sequence. The text is Python's own files. Each row is `lct train` in a process of its own. `run` keeps the rows of
+earlier calls and writes the file after each row. Time is the time of the last step.
 """
 
 import argparse
@@ -47,7 +47,12 @@ ROWS: dict[str, tuple[int, int, tuple[str, ...]]] = {
 
 
 def arguments(name: str, folder: Path) -> list[str]:
-    """Return the command line of a row; the model's sizes are written into a folder."""
+    """Return the command line of a row; write the model's sizes into a folder.
+
+    Args:
+        name: A key of `ROWS`.
+        folder: Folder for the model's `config.json`.
+    """
     layers, tokens, options = ROWS[name]
     shape = folder / f"llama_{layers}"
     shape.mkdir(exist_ok=True)
@@ -67,7 +72,16 @@ def arguments(name: str, folder: Path) -> list[str]:
 
 
 def run(name: str, steps: int, limit: float) -> dict[str, Any]:
-    """Train a few steps, and return the last one's metrics, or why there are none."""
+    """Train a few steps.
+
+    Args:
+        name: A key of `ROWS`.
+        steps: Number of steps.
+        limit: Seconds after which the run is killed.
+
+    Returns:
+        The metrics of the last step, and an error if the run failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         words = [*arguments(name, Path(folder)), f"--training.steps={steps}", f"--job.dump_folder={folder}/run"]
         command = [sys.executable, "-m", "trainer", "train", "--ngpu", "1", *words]
@@ -94,20 +108,30 @@ def run(name: str, steps: int, limit: float) -> dict[str, Any]:
 
 
 def predict(rows: dict[str, dict[str, Any]], gpu: str) -> None:
-    """Add to each row what the planner says of it."""
+    """Add the planner's memory and time to each row.
+
+    Args:
+        rows: Rows by name.
+        gpu: The planner's name of the GPU.
+    """
     from lct_planner.estimate import estimate
     from lct_planner.timing import device
     from lct_planner.worker import Worker
 
     with tempfile.TemporaryDirectory() as folder, Worker(has_shim=True) as worker:
         for name, row in rows.items():
-            found = estimate(worker, arguments(name, Path(folder)), ranks=1, device=device(gpu))
-            row["predicted_gib"] = round(found.profile.peak / 2**30, 3)
-            row["predicted_seconds"] = round(found.time.seconds, 3)
+            answer = estimate(worker, arguments(name, Path(folder)), ranks=1, device=device(gpu))
+            row["predicted_gib"] = round(answer.profile.peak / 2**30, 3)
+            row["predicted_seconds"] = round(answer.time.seconds, 3)
             print(name, row, file=sys.stderr, flush=True)
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Return the table of the rows.
+
+    Args:
+        rows: Rows by name.
+    """
     lines = [
         "| | layers | tokens | peak, GiB | predicted | s a step | predicted | tokens/s | MFU |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -124,8 +148,13 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Run, predict, or only print the table.
+
+    Args:
+        argv: The command line. None: the process's own.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "predict", "table"))
+    parser.add_argument("action", choices=("run", "predict", "table"))
     parser.add_argument("--json", type=Path, required=True, help="rows that are there are kept")
     parser.add_argument("--only", nargs="+", default=[*ROWS], choices=[*ROWS], metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=3)
@@ -134,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     content = json.loads(args.json.read_text()) if args.json.exists() else {}
     rows = content.get("rows", {})
-    if args.what == "run":
+    if args.action == "run":
         import torch
 
         name = torch.cuda.get_device_name()
@@ -145,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows[name] = run(name, args.steps, left)
                 print(name, rows[name], flush=True)
                 args.json.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
-    elif args.what == "predict":
+    elif args.action == "predict":
         predict(rows, args.gpu)
         args.json.write_text(json.dumps(content | {"rows": rows}, indent=1) + "\n")
     print(table(rows))

@@ -2,8 +2,8 @@
 
     python scripts/benchmarks/optimizers.py --seeds 0 1 2 --json result.json
 
-Each run is the default job (debug model, Python's own sources, 2 ranks) on the CPU, one after another; a seed is of
-weights and of the order of data. Printed: the loss, mean of ten steps, and seconds a step.
+Each run is the default job (debug model, Python's own sources, 2 ranks) on the CPU, one after another. A seed sets the
+weights and the order of data. The table has the loss, a mean of ten steps, and seconds a step.
 """
 
 import argparse
@@ -24,6 +24,7 @@ _WINDOW = 10
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -34,10 +35,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def curve(s: argparse.Namespace, optimizer: str, seed: int) -> list[dict[str, float]]:
-    """Return loss and seconds of each step of a run."""
-    given = [f"--training.steps={s.steps}", f"--training.seed={seed}", "--metrics.log_freq=1", "--job.device=cpu"]
+    """Return loss and seconds of each step of a run.
+
+    Args:
+        s: The command line.
+        optimizer: Name of the optimizer.
+        seed: Seed of the run.
+    """
+    settings = [f"--training.steps={s.steps}", f"--training.seed={seed}", "--metrics.log_freq=1", "--job.device=cpu"]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "trainer", "train", "--ngpu", "2", f"--job.dump_folder={folder}", *given]
+        command = [sys.executable, "-m", "trainer", "train", "--ngpu", "2", f"--job.dump_folder={folder}", *settings]
         command += [f"--optimizer.name={optimizer}", *s.arguments.split()]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         steps = map(json.loads, Path(folder, "metrics.jsonl").read_text().splitlines())
@@ -45,7 +52,13 @@ def curve(s: argparse.Namespace, optimizer: str, seed: int) -> list[dict[str, fl
 
 
 def table(rows: dict[str, list[list[dict[str, float]]]]) -> str:
-    """Return the losses at the tenths of a run, the seconds, and the loss when the first optimizer's time is over."""
+    """Return the table: losses every ten steps, seconds a step, and the loss after equal time.
+
+    Equal time is the time that the first optimizer took.
+
+    Args:
+        rows: Steps of each run, by optimizer.
+    """
     ends, lines = range(_WINDOW, len(next(iter(rows.values()))[0]) + 1, _WINDOW), []
     lines.append("| optimizer | " + " | ".join(f"-{end}" for end in ends) + " | s a step | after equal time |")
     lines.append("|---" * (len(ends) + 3) + "|")
@@ -62,6 +75,7 @@ def table(rows: dict[str, list[list[dict[str, float]]]]) -> str:
 
 
 def main() -> None:
+    """Run every seed and optimizer, print the table, and write the curves to `--json`."""
     s = parser().parse_args()
     made = made_with("scripts/benchmarks/optimizers.py", sys.argv[1:], device="cpu")
     rows: dict[str, list[list[dict[str, float]]]] = {optimizer: [] for optimizer in s.optimizers}

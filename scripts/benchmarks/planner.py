@@ -1,11 +1,11 @@
-"""Published runs of other programs beside the planner's prediction for the same settings, and the records of GPUs.
+"""Published runs of other programs, and the planner's prediction for the same settings; fits the records of GPUs.
 
 python scripts/benchmarks/planner.py --json docs/measurements/planner.json    # trace each run, then print the tables
 python scripts/benchmarks/planner.py --read docs/measurements/planner.json    # fit the records again and print
 
-The runs stand in docs/measurements/published_runs.csv. Memory is not fitted. The shares of a GPU's peaks are fitted to
-the times of every second run of this GPU, and tested on the others. Other programs are other code: what they keep for
-the backward, gather or reserve differs from what this trainer does, so that differences are theirs and ours.
+docs/measurements/published_runs.csv has the runs. Memory is not fitted. The shares of a GPU's peaks are fitted to the
+times of every second run on this GPU, and tested on the other runs. Other programs keep, gather and reserve other
+tensors than this trainer, so differences come from their code as well as from the planner.
 """
 
 import argparse
@@ -35,7 +35,11 @@ _SHAPE = ("layers", "dim", "heads", "kv_heads", "ffn", "vocab")
 
 
 def config_json(sizes: dict[str, int]) -> dict[str, Any]:
-    """Return what the file of that name says of a Llama with these sizes, see `_SHAPE`."""
+    """Return the content of a Llama's `config.json`.
+
+    Args:
+        sizes: Sizes of the model by the names in `_SHAPE`.
+    """
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -54,7 +58,12 @@ def config_json(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def settings(run: dict[str, str], folder: Path) -> list[str]:
-    """Return the command line of a run. Its model's sizes are written into a folder."""
+    """Return the command line of a run; write the model's sizes into a folder.
+
+    Args:
+        run: A row of the published runs.
+        folder: Folder for the model's `config.json`.
+    """
     shape = folder / "-".join(run[key] for key in _SHAPE)
     shape.mkdir(exist_ok=True)
     config = config_json({key: int(run[key]) for key in _SHAPE})
@@ -96,32 +105,47 @@ def _is_of_megatron(run: dict[str, str]) -> bool:
 
 
 def record_of(run: dict[str, str]) -> Device:
-    """Return the record of a run's GPU."""
-    found = device(next(name for name in ("h200", "b200", "h100") if name.upper() in run["gpu"]))
-    found = replace(found, bandwidth=2.0e12) if "HBM2e" in run["gpu"] else found
-    return replace(found, node=4 if "Kempner" in run["source"] else 8)
+    """Return the record of the GPU of a run.
+
+    Args:
+        run: A row of the published runs.
+    """
+    record = device(next(name for name in ("h200", "b200", "h100") if name.upper() in run["gpu"]))
+    record = replace(record, bandwidth=2.0e12) if "HBM2e" in run["gpu"] else record
+    return replace(record, node=4 if "Kempner" in run["source"] else 8)
 
 
 def traced(runs: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Trace each run; return its predictions, or why there is none."""
-    found, seen = [], {}
+    """Trace each run.
+
+    Args:
+        runs: Rows of the published runs.
+
+    Returns:
+        The predictions of each run, or the error that says why there is none.
+    """
+    results, seen = [], {}
     with tempfile.TemporaryDirectory() as folder, Worker(has_shim=True) as worker:
         for run in runs:
             arguments = settings(run, Path(folder))
             key = (*arguments, run["gpus"])
             try:
                 if key not in seen:
-                    seen[key] = of_run(estimate(worker, arguments, int(run["gpus"]), record_of(run)))
-                found.append(seen[key])
+                    seen[key] = prediction_of(estimate(worker, arguments, int(run["gpus"]), record_of(run)))
+                results.append(seen[key])
             except ConfigError as error:
-                found.append({"error": str(error)})
-            print(
-                run["model"], run["seq_len"], run["gpus"], found[-1].get("error", "traced"), file=sys.stderr, flush=True
-            )
-    return found
+                results.append({"error": str(error)})
+            outcome = results[-1].get("error", "traced")
+            print(run["model"], run["seq_len"], run["gpus"], outcome, file=sys.stderr, flush=True)
+    return results
 
 
-def of_run(answer: Estimate) -> dict[str, Any]:
+def prediction_of(answer: Estimate) -> dict[str, Any]:
+    """Return the parts of an estimate that the tables need, as JSON.
+
+    Args:
+        answer: The estimate of a run.
+    """
     tokens = answer.job.sequences_per_step * answer.job.positions / answer.job.degrees.world_size
     plain = asdict(replace(answer.profile, live={}, at={}, curve=[]))
     return {
@@ -134,11 +158,18 @@ def of_run(answer: Estimate) -> dict[str, Any]:
     }
 
 
-def seconds(run: dict[str, str], found: dict[str, Any], on: Device, efficiency: dict[str, float]) -> float:
-    """Return the predicted time of a step."""
-    profile = Profile(**found["profile"])
+def seconds(run: dict[str, str], prediction: dict[str, Any], on: Device, efficiency: dict[str, float]) -> float:
+    """Return the predicted time of a step in seconds.
+
+    Args:
+        run: A row of the published runs.
+        prediction: The run's prediction.
+        on: Record of the GPU.
+        efficiency: Shares of the GPU's peaks, by the names in `FITTED`.
+    """
+    profile = Profile(**prediction["profile"])
     work = {part: dict(amounts) for part, amounts in profile.work.items()}
-    for amounts in work.values():  # the other program's kernels of attention are not known
+    for amounts in work.values():  # the attention kernels of the other program are unknown
         for name in [x for x in amounts if x.startswith(("attention_", "tails_"))]:
             amount, direction = amounts.pop(name), name.partition(" ")[0]
             if direction.startswith("attention_"):
@@ -146,15 +177,19 @@ def seconds(run: dict[str, str], found: dict[str, Any], on: Device, efficiency: 
     for amounts in work.values() if "float8" in run["precision"] else ():  # traced in bfloat16
         amounts["float8"] = amounts.pop("products", 0.0)
     profile = replace(profile, work=work)
-    if run["async_tp"] == "1":  # sent while products compute, as FSDP's messages are
+    if run["async_tp"] == "1":  # sent during matrix products, as FSDP's messages are
         profile = replace(profile, messages={k.replace(" tp ", " fsdp "): x for k, x in profile.messages.items()})
     both = {"attention_forward": efficiency["attention"], "attention_backward": 0.8 * efficiency["attention"]}
     on = replace(on, efficiency={**on.efficiency, **efficiency, **both})
-    return step_time(profile, on, found["bubble"], compiled=run["compile"] == "1").seconds
+    return step_time(profile, on, prediction["bubble"], compiled=run["compile"] == "1").seconds
 
 
 def fitted(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> dict[str, float]:
-    """Return the shares of the peaks that explain the times of these runs, near to what is known of kernels."""
+    """Return the shares of the peaks that explain the times of these runs, close to known values of kernels.
+
+    Args:
+        rows: Published runs and their predictions.
+    """
     from scipy.optimize import minimize  # a machine that only runs a benchmark may lack it
 
     begin = {
@@ -170,28 +205,31 @@ def fitted(rows: list[tuple[dict[str, str], dict[str, Any]]]) -> dict[str, float
 
     def loss(x: list[float]) -> float:
         efficiency = {name: math.exp(value) for name, value in zip(FITTED, x, strict=True)}
-        errors = [
-            math.log(
-                seconds(run, found, record_of(run), efficiency) * float(run["tokens_per_s_per_gpu"]) / found["tokens"]
-            )
-            for run, found in rows
-        ]
+        errors = []
+        for run, prediction in rows:
+            time = seconds(run, prediction, record_of(run), efficiency)
+            errors.append(math.log(time * float(run["tokens_per_s_per_gpu"]) / prediction["tokens"]))
         near = sum((a - b) ** 2 for a, b in zip(x, start, strict=True))
         return sum(error**2 for error in errors) / len(errors) + 0.002 * near
 
-    found = minimize(loss, start, method="Nelder-Mead", options={"maxiter": 4000, "xatol": 1e-4, "fatol": 1e-8})
-    return {name: round(min(math.exp(value), 1.0), 3) for name, value in zip(FITTED, found.x, strict=True)}
+    solution = minimize(loss, start, method="Nelder-Mead", options={"maxiter": 4000, "xatol": 1e-4, "fatol": 1e-8})
+    return {name: round(min(math.exp(value), 1.0), 3) for name, value in zip(FITTED, solution.x, strict=True)}
 
 
-def tables(runs: list[dict[str, str]], found: list[dict[str, Any]]) -> None:
-    """Print the tables."""
-    rows = [(run, answer) for run, answer in zip(runs, found, strict=True) if "error" not in answer]
+def tables(runs: list[dict[str, str]], predictions: list[dict[str, Any]]) -> None:
+    """Fit the shares and print the tables.
+
+    Args:
+        runs: Rows of the published runs.
+        predictions: The prediction, or the error, of each run.
+    """
+    rows = [(run, answer) for run, answer in zip(runs, predictions, strict=True) if "error" not in answer]
     efficiency = {}
     for gpu in ("H100", "H200"):
-        of_gpu = [row for row in rows if gpu in row[0]["gpu"] and row[0]["tokens_per_s_per_gpu"]]
-        efficiency[gpu] = fitted(of_gpu[::2])
+        gpu_rows = [row for row in rows if gpu in row[0]["gpu"] and row[0]["tokens_per_s_per_gpu"]]
+        efficiency[gpu] = fitted(gpu_rows[::2])
         print(f"{gpu}: {efficiency[gpu]}")
-        for half, part in (("fitted", of_gpu[::2]), ("tested", of_gpu[1::2])):
+        for half, part in (("fitted", gpu_rows[::2]), ("tested", gpu_rows[1::2])):
             sizes = sorted(abs(error_of_time(*row, efficiency[gpu])) for row in part)
             near = sum(size <= 0.2 for size in sizes) / len(sizes)
             median = statistics.median(sizes)
@@ -200,7 +238,7 @@ def tables(runs: list[dict[str, str]], found: list[dict[str, Any]]) -> None:
     head += ["published memory", "predicted", "", "published tok/s", "predicted", ""]
     print("\n| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     errors: dict[str, list[float]] = {"reserved": [], "allocated": []}
-    for run, answer in zip(runs, found, strict=True):
+    for run, answer in zip(runs, predictions, strict=True):
         degrees = ", ".join(f"{key} {run[key]}" for key in ("tp", "cp", "pp") if run[key] not in ("", "1"))
         head = [*(run[key] for key in ("model", "gpus", "seq_len")), degrees]
         head += [run[key] for key in ("ac", "compile", "precision")]
@@ -231,10 +269,15 @@ def tables(runs: list[dict[str, str]], found: list[dict[str, Any]]) -> None:
 def as_megatron(run: dict[str, str], answer: dict[str, Any]) -> float:
     """Return the bytes alive at the peak, as Megatron keeps states and inputs.
 
-    Megatron keeps whole weights in bfloat16 and their gradients in float32 on each rank, and divides the 12 bytes a
-    weight of the optimizer; here all is divided, and the weights of a layer or two are gathered. With TP it keeps a
-    rank's own rows of the inputs of attention and feed-forward, and gathers all again in the backward. Its products
-    that add to the gradients in float32 return an empty gradient in bfloat16: at the peak, that of the output's weight.
+    Megatron keeps whole weights in bfloat16 and their gradients in float32 on each rank, and shards the optimizer's 12
+    bytes a weight. This trainer shards all three, and gathers the weights of one or two layers. With TP, Megatron keeps
+    a rank's own rows of the inputs of attention and feed-forward, and gathers all rows again in the backward. Its
+    products that add to float32 gradients return an empty gradient in bfloat16. At the peak, this is the empty gradient
+    of the output's weight.
+
+    Args:
+        run: A row of the published runs.
+        answer: The run's prediction.
     """
     purposes, ranks = answer["purposes"], int(run["dp_shard"]) * int(run["cp"])
     ours = sum(purposes.get(name, 0.0) for name in ("parameters", "gradients", "optimizer", "gathered", "reduced"))
@@ -246,23 +289,30 @@ def as_megatron(run: dict[str, str], answer: dict[str, Any]) -> float:
 
 
 def error_of_time(run: dict[str, str], answer: dict[str, Any], efficiency: dict[str, float]) -> float:
-    """Return by how much the predicted tokens a second are more than the published ones."""
+    """Return the relative error of the predicted tokens a second; positive if the prediction is faster.
+
+    Args:
+        run: A row of the published runs.
+        answer: The run's prediction.
+        efficiency: Shares of the GPU's peaks, by the names in `FITTED`.
+    """
     predicted = answer["tokens"] / seconds(run, answer, record_of(run), efficiency)
     return predicted / float(run["tokens_per_s_per_gpu"]) - 1
 
 
 def main() -> None:
+    """Trace the published runs or read earlier traces, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write what is traced")
-    parser.add_argument("--read", type=Path, help="what was traced before")
+    parser.add_argument("--json", type=Path, help="write the predictions of all runs")
+    parser.add_argument("--read", type=Path, help="read predictions that were written before")
     parser.add_argument("--only", default="", help="a part of the names of models")
     args = parser.parse_args()
     runs = [run for run in csv.DictReader(RUNS.open()) if args.only in run["model"]]
-    found = json.loads(args.read.read_text())["runs"] if args.read else traced(runs)
+    predictions = json.loads(args.read.read_text())["runs"] if args.read else traced(runs)
     if args.json:
         head = made_with("scripts/benchmarks/planner.py", sys.argv[1:], device="none")
-        args.json.write_text(json.dumps(head | {"runs": found}))
-    tables(runs, found)
+        args.json.write_text(json.dumps(head | {"runs": predictions}))
+    tables(runs, predictions)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python scripts/benchmarks/start.py --rounds 5 --json docs/measurements/start_cpu.json
     python scripts/benchmarks/start.py --against ../older-clone
 
-Cold: no bytecode of this program, no token files. Warm: both are there. Each round starts every case once, with the
-trees in turns, from copies. A start ends at the line "training starts"; then the CPU time of its processes is read from
-/proc, and the job is ended.
+Cold: no bytecode of this program, no token files. Warm: both exist. Each round starts every case once, in copies of the
+trees, and alternates the trees. A start ends at the line "training starts". Then the benchmark reads the CPU time of
+the job's processes from /proc, and kills the job.
 """
 
 import argparse
@@ -33,7 +33,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield a process and all processes that it has started, directly or not."""
+    """Yield a process and all its descendants.
+
+    Args:
+        pid: Number of the process.
+    """
     yield pid
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
@@ -41,7 +45,11 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Return the CPU seconds of a process and of all its descendants, also of those that have ended."""
+    """Return the CPU seconds of a process and of all its descendants, including descendants that have ended.
+
+    Args:
+        pid: Number of the process.
+    """
     ticks = 0
     for process in descendants(pid):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -50,7 +58,19 @@ def cpu_seconds(pid: int) -> float:
 
 
 def start(tree: Path, ranks: int, environment: Mapping[str, str]) -> tuple[float, float]:
-    """Start a job, and return its CPU seconds and its seconds until the first step begins."""
+    """Start a job, wait until its first step begins, and kill it.
+
+    Args:
+        tree: Root of the program's code.
+        ranks: Number of ranks.
+        environment: Environment variables of the job.
+
+    Returns:
+        CPU seconds of the job, and seconds, until the first step begins.
+
+    Raises:
+        SystemExit: The job ended before its first step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "trainer", "train", "debug_model", f"--ngpu={ranks}"]
         began = time.monotonic()
@@ -73,8 +93,13 @@ def start(tree: Path, ranks: int, environment: Mapping[str, str]) -> tuple[float
 
 
 def measure(trees: Mapping[str, Path], rounds: int) -> list[dict[str, object]]:
-    """Return a row for each tree, number of ranks, and state of the caches, with the medians of the rounds."""
-    found: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
+    """Return a row for each tree, number of ranks, and state of the caches, with the medians of the rounds.
+
+    Args:
+        trees: Roots of code by name.
+        rounds: Number of rounds.
+    """
+    times_of_cases: dict[tuple[str, int, str], list[tuple[float, float]]] = {}
     for _ in range(rounds):
         for name, tree in trees.items():
             with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +110,7 @@ def measure(trees: Mapping[str, Path], rounds: int) -> list[dict[str, object]]:
                 environment = os.environ | own
                 environment.pop("PYTHONDONTWRITEBYTECODE", None)
                 for ranks, caches in CASES:
-                    found.setdefault((name, ranks, caches), []).append(start(copy, ranks, environment))
+                    times_of_cases.setdefault((name, ranks, caches), []).append(start(copy, ranks, environment))
     return [
         {
             "tree": name,
@@ -94,11 +119,19 @@ def measure(trees: Mapping[str, Path], rounds: int) -> list[dict[str, object]]:
             "cpu_seconds": round(statistics.median(cpu for cpu, _ in times), 2),
             "seconds": round(statistics.median(seconds for _, seconds in times), 2),
         }
-        for (name, ranks, caches), times in found.items()
+        for (name, ranks, caches), times in times_of_cases.items()
     ]
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Measure, print a line for each row, and write the rows to `--json`.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="starts of each case (default: 3)")
     parser.add_argument("--against", type=Path, help="another clone, measured in turns")

@@ -1,9 +1,10 @@
-"""Loss curves of weights and moments that are stored in float32 and in bfloat16, rounded stochastically or to nearest.
+"""Loss curves of weights and moments stored in float32 and in bfloat16, rounded stochastically or to nearest.
 
     python scripts/benchmarks/stored_types.py --seeds 0 1 2 --json result.json
 
-Each run is the default job (debug model, Python's own sources) on the CPU with small batches; the model computes in
-float32, so that runs of a seed differ by what is stored alone. Printed: means of the loss over `--window` steps.
+Each run is the default job (debug model, Python's own sources) on the CPU with small batches. The model computes in
+float32, so that runs with the same seed differ by the stored types alone. The table has means of the loss over
+`--window` steps.
 """
 
 import argparse
@@ -34,6 +35,7 @@ STORED = {
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--steps", type=int, default=100)
     p.add_argument("--window", type=int, default=20, help="steps of a mean")
@@ -46,19 +48,26 @@ def parser() -> argparse.ArgumentParser:
 
 
 def losses_of(s: argparse.Namespace, stored: str, seed: int) -> list[float]:
-    """Return the loss of each step of a run."""
-    given = [f"--training.steps={s.steps}", f"--training.seed={seed}", "--metrics.log_freq=1", "--job.device=cpu"]
-    given += ["--training.local_batch_size=4", "--training.seq_len=256", "--lr_scheduler.warmup_steps=10"]
-    given += ["--optimizer.name=AdamW", "--training.mixed_precision_param=float32", *STORED[stored]]
-    given += s.arguments.split()
+    """Return the loss of each step of a run.
+
+    Args:
+        s: The command line.
+        stored: A key of `STORED`.
+        seed: Seed of the run.
+    """
+    settings = [f"--training.steps={s.steps}", f"--training.seed={seed}", "--metrics.log_freq=1", "--job.device=cpu"]
+    settings += ["--training.local_batch_size=4", "--training.seq_len=256", "--lr_scheduler.warmup_steps=10"]
+    settings += ["--optimizer.name=AdamW", "--training.mixed_precision_param=float32", *STORED[stored]]
+    settings += s.arguments.split()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "train.py", f"--job.dump_folder={folder}", *given]
+        command = [sys.executable, "train.py", f"--job.dump_folder={folder}", *settings]
         environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
         return [json.loads(line)["loss"] for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
 
 
 def main() -> None:
+    """Run every seed and stored type, print the table, and write the losses to `--json`."""
     s = parser().parse_args()
     made = made_with("scripts/benchmarks/stored_types.py", sys.argv[1:], device="cpu")
     curves: dict[str, list[list[float]]] = {stored: [] for stored in s.stored}

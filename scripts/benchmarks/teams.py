@@ -1,4 +1,4 @@
-"""Processes that a benchmark compares: ranks that share a problem, and one that has all of it."""
+"""Processes that a benchmark compares: ranks that share a problem, and one process that has all of it."""
 
 import statistics
 import tempfile
@@ -28,14 +28,24 @@ class Times:
 
 
 def span(times: Sequence[Times]) -> float:
-    """Seconds from the first start to the last end of several ranks."""
+    """Return the seconds from the first start to the last end of several ranks.
+
+    Args:
+        times: Times of each rank.
+    """
     return max(one.end for one in times) - min(one.start for one in times)
 
 
 def compared(whole: Sequence[Times], shares: Sequence[Sequence[Times]]) -> Row:
-    """Ratios of the ranks' times to those of the same round's one process; milliseconds, medians of each by itself.
+    """Compare the ranks with the one process of the same round.
 
-    cpu_ratio: of the CPU time of all threads, which other work on the machine disturbs least.
+    Args:
+        whole: Times of the one process, one per round.
+        shares: Times of every rank, one sequence per round.
+
+    Returns:
+        Ratios of times, medians over the rounds, and the median milliseconds of the ranks and of the one process.
+        `cpu_ratio` compares the CPU time of all threads, which other work on the machine disturbs least.
     """
     ratios = [span(ranks) / span([one]) for one, ranks in zip(whole, shares, strict=True)]
     cpu = [sum(rank.cpu for rank in ranks) / one.cpu for one, ranks in zip(whole, shares, strict=True)]
@@ -57,9 +67,12 @@ def compared(whole: Sequence[Times], shares: Sequence[Sequence[Times]]) -> Row:
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes of tensors that were alive at once, of those made under it; the kernels' own scratch is not seen.
+    """Measures the peak in bytes of the tensors created under it that are alive. Scratch memory of kernels is not seen.
 
-    Tensors on meta have no bytes. existing: tensors whose memory does not count.
+    Tensors on meta have no bytes.
+
+    Args:
+        existing: Tensors whose memory does not count, any shape.
     """
 
     def __init__(self, *existing: torch.Tensor) -> None:
@@ -83,16 +96,19 @@ class PeakBytes(TorchDispatchMode):
 
 
 class Contender(Protocol):
-    """What measures in a process. Its other methods are called by name."""
+    """Measures in a process of a team. A team calls its other methods by name."""
 
     def close(self) -> None: ...
 
 
 class Team:
-    """One process for the whole and one for each rank; those that are not asked sleep on their pipes.
+    """One process for the whole problem and one for each rank; processes that are not asked sleep on their pipes.
 
-    whole, share: make, in the process, what measures there; `prepare` gives their arguments. device: `cuda` gives each
-    rank a GPU, the whole the first one, and NCCL.
+    Args:
+        degree: Number of ranks.
+        whole: Class of the contender with the whole problem; the call `prepare` has its arguments.
+        share: Class of the contender of a rank.
+        device: With `cuda`, each rank has a GPU and NCCL, and the whole problem has the first GPU.
     """
 
     def __init__(self, degree: int, whole: type[Contender], share: type[Contender], device: str = "cpu") -> None:
@@ -121,9 +137,33 @@ class Team:
         self._folder.cleanup()
 
     def whole(self, name: str, *args: object) -> Any:
+        """Call a method of the contender with the whole problem.
+
+        Args:
+            name: Name of the method, or `prepare`, which creates the contender.
+            args: Arguments of the method.
+
+        Returns:
+            The result of the method.
+
+        Raises:
+            RuntimeError: The method failed, or the process died.
+        """
         return self._ask(self._members[:1], name, args)[0]
 
     def ranks(self, name: str, *args: object) -> list[Any]:
+        """Call a method of the contender of every rank at once.
+
+        Args:
+            name: Name of the method, or `prepare`, which creates the contenders.
+            args: Arguments of the method.
+
+        Returns:
+            The result of each rank.
+
+        Raises:
+            RuntimeError: The method failed, or a process died.
+        """
         return self._ask(self._members[1:], name, args)
 
     def _ask(self, members: list[tuple[Any, Connection]], name: str, args: tuple[object, ...]) -> list[Any]:
@@ -145,7 +185,7 @@ class Team:
 def _serve(
     connection: Connection, rank: int | None, degree: int, folder: str, made: type[Contender], device: str
 ) -> None:
-    """Body of a process: prepares what it is told and then measures, until the other end hangs up."""
+    """Run a process of a team: create contenders and call their methods, until the other end of the pipe closes."""
     if device == "cuda":
         torch.cuda.set_device(rank or 0)
     if rank is not None:

@@ -6,16 +6,17 @@ r"""The trainer against a bare PyTorch loop of the same model: time, tokens per 
 
 One process, one device, no launcher. Settings of the trainer may follow; they hold for both loops.
 
-The bare loop: the same weights, forward, `F.cross_entropy`, backward, `clip_grad_norm_`, the same optimizer, on tensors
-that are on the device beforehand; it never waits for the device and reports nothing. Where the trainer stores weights
-in float32 and computes in bfloat16, so does it: each step copies them to a model in bfloat16, and its gradients back.
+The bare loop has the same weights, forward, `F.cross_entropy`, backward, `clip_grad_norm_` and optimizer. Its batches
+are on the device beforehand; it never waits for the device and reports nothing. If the trainer stores weights in
+float32 and computes in bfloat16, the bare loop does so too: each step copies the weights to a model in bfloat16, and
+its gradients back.
 
-The trainer: `Trainer.train()` as `train.py` at the root runs it; data, metrics, log lines and garbage collection at
-their defaults included. Its loop gives way to the bare one every `--steps` steps. The ratio of a row is the median over
-the rounds of (time of the trainer's steps) / (mean time of the bare steps before and after them).
+The trainer runs `Trainer.train()`, as `train.py` at the root does, with the defaults of data, metrics, log lines and
+garbage collection. Every `--steps` steps, the bare loop takes a turn. The ratio of a row is the median over the rounds
+of (time of the trainer's steps) / (mean time of the bare steps before and after them).
 
-Memory is measured apart, each loop in a process of its own: the peak of two steps after the warm-up above what the
-process had before it built anything. On a GPU it is what PyTorch allocates, on a CPU what is resident.
+Memory is measured separately, each loop in a process of its own. It is the peak of two steps after the warm-up, minus
+the process's memory before the loop is built. On a GPU it counts PyTorch's allocations, on a CPU resident memory.
 """
 
 import argparse
@@ -60,7 +61,13 @@ _COLUMNS = ("ratio", "cpu_ratio", "ms_per_step", "tokens_per_second", "tflops", 
 
 
 def rows(work: Work, variants: Mapping[str, JobConfig], *, memory: bool) -> Iterator[Row]:
-    """The bare loop, then every variant of the trainer against it."""
+    """Yield the row of the bare loop, then the row of every variant of the trainer against it.
+
+    Args:
+        work: The configuration, the device and the rounds to measure.
+        variants: Configurations of the trainer by name.
+        memory: Whether to measure memory.
+    """
     contenders: dict[str, JobConfig | None] = {"bare": None, **variants}
     # First, while nothing is built here.
     memories = {name: memory_of(work, config) if memory else {} for name, config in contenders.items()}
@@ -78,9 +85,18 @@ def rows(work: Work, variants: Mapping[str, JobConfig], *, memory: bool) -> Iter
 
 
 def against(work: Work, bare: Bare, config: JobConfig) -> Row:
-    """The trainer of this configuration and the bare loop in turn.
+    """Run the trainer with this configuration and the bare loop in turn.
 
-    first_loss: of all variants the same, to rounding: they do the same work.
+    Args:
+        work: The configuration, the device and the rounds to measure.
+        bare: The bare loop.
+        config: Configuration of the trainer.
+
+    Returns:
+        The row of the variant. `first_loss` is the same for all variants, to rounding: all do the same work.
+
+    Raises:
+        KeyboardInterrupt: The trainer stopped early, because the user interrupted it.
     """
     rounds = Rounds(work, bare)
     try:
@@ -88,9 +104,9 @@ def against(work: Work, bare: Bare, config: JobConfig) -> Row:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        return {"error": "out of memory beside the bare loop"}
+        return {"error": "out of memory together with the bare loop"}
     if len(rounds.blocks) < work.rounds:
-        raise KeyboardInterrupt  # the trainer ends by itself when it is told to stop
+        raise KeyboardInterrupt  # the trainer returns early if a signal asks it to stop
     return {
         "first_loss": steps[0]["loss"],
         **compared(rounds.bare_blocks, rounds.blocks),
@@ -100,26 +116,40 @@ def against(work: Work, bare: Bare, config: JobConfig) -> Row:
 
 
 def compared(bare: Sequence[Block], blocks: Sequence[Block]) -> Row:
-    """Ratios of each block to the mean of the bare ones before and after it: what drifts evenly cancels.
+    """Compare each block with the mean of the bare blocks before and after it; a steady drift cancels.
 
-    cpu_ratio: of the CPU time of all threads, which other work on the machine disturbs least.
+    Args:
+        bare: Blocks of the bare loop, one more than `blocks`.
+        blocks: Blocks of the trainer.
+
+    Returns:
+        Medians of the ratios. `cpu_ratio` compares the CPU time of all threads, which other work on the machine
+            disturbs
+        least.
     """
 
-    def ratios(of: Callable[[Block], float]) -> list[float]:
-        around = [(of(before) + of(after)) / 2 for before, after in itertools.pairwise(bare)]
-        return [of(block) / mean for block, mean in zip(blocks, around, strict=True)]
+    def ratios(amount_of: Callable[[Block], float]) -> list[float]:
+        around = [(amount_of(before) + amount_of(after)) / 2 for before, after in itertools.pairwise(bare)]
+        return [amount_of(block) / mean for block, mean in zip(blocks, around, strict=True)]
 
-    found = ratios(lambda block: block.seconds)
+    time_ratios = ratios(lambda block: block.seconds)
     return {
-        "ratio": round(statistics.median(found), 4),
-        "ratio_range": [round(min(found), 4), round(max(found), 4)],
+        "ratio": round(statistics.median(time_ratios), 4),
+        "ratio_range": [round(min(time_ratios), 4), round(max(time_ratios), 4)],
         "ratio_of_fastest": round(min(b.seconds for b in blocks) / min(b.seconds for b in bare), 4),
         "cpu_ratio": round(statistics.median(ratios(lambda block: block.cpu)), 4),
     }
 
 
 def speed(work: Work, blocks: Sequence[Block]) -> Row:
-    """Of the median block. TFLOP/s and MFU count full attention, mfu_causal what a causal mask leaves of it."""
+    """Return time and speed of the median block.
+
+    TFLOP/s and MFU count full attention; `mfu_causal` counts only the pairs that a causal mask allows.
+
+    Args:
+        work: The configuration, the device and the rounds to measure.
+        blocks: Blocks of steps.
+    """
     seconds = statistics.median(block.seconds for block in blocks) / work.steps
     per_token = work.shape().flops_per_token(work.config.training.seq_len)
     full, causal = (flops * work.tokens / seconds for flops in per_token)
@@ -142,6 +172,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     about = common_parser(__doc__)
     add = about.add_argument
     add("--features", metavar="A,B+C", help=f"default: all that the device can do, one by one: {', '.join(FEATURES)}")
@@ -150,7 +181,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def common_parser(description: str) -> argparse.ArgumentParser:
-    """Return a parser of what `settled_work` reads."""
+    """Return a parser of the options that `settled_work` reads.
+
+    Args:
+        description: Text of the help.
+    """
     about = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = about.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -165,10 +200,14 @@ def common_parser(description: str) -> argparse.ArgumentParser:
 
 
 def settled_work(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, list[str]]:
-    """Return what is measured, and the trainer's options for it.
+    """Return the work to measure, and the trainer's options for it.
+
+    Args:
+        args: The command line.
+        overrides: Settings of the trainer.
 
     Raises:
-        ConfigError: values that nothing can be measured with.
+        ConfigError: These values cannot be measured.
     """
     for name in ("layers", "seq_len", "rows", "steps", "rounds"):
         value = getattr(args, name)
@@ -193,10 +232,14 @@ def settled_work(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Wo
 
 
 def settled(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, dict[str, JobConfig]]:
-    """Return what is measured, and the variants: the trainer as it is, then feature by feature.
+    """Return the work to measure, and the variants: the trainer as it is, then with each feature.
+
+    Args:
+        args: The command line.
+        overrides: Settings of the trainer.
 
     Raises:
-        ConfigError: values that nothing can be measured with, or a feature that is none or that cannot run here.
+        ConfigError: These values cannot be measured, or a feature is unknown or cannot run here.
     """
     work, base = settled_work(args, overrides)
     variants = {"trainer": work.config}
@@ -215,7 +258,7 @@ def settled(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, d
 
 
 def _options(feature: str, config: JobConfig) -> list[str]:
-    """The trainer's options for a feature, or for several joined by +."""
+    """Return the trainer's options for a feature, or for several features joined by +."""
     options = []
     for part in feature.split("+"):
         if part not in FEATURES:
@@ -229,15 +272,18 @@ def _options(feature: str, config: JobConfig) -> list[str]:
 
 
 def check_common(config: JobConfig) -> None:
-    """The bare loop can do what the settings of both say.
+    """Check that the bare loop supports the settings of both loops.
+
+    Args:
+        config: Configuration of both loops.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: The bare loop does not support a setting.
     """
     job = resolve(config, 1)
     training, features = config.training, "it is the trainer's alone; name it in --features, or leave it out"
     lacks = "the bare loop has none; leave it out"
-    for key, differs, what in (
+    for key, differs, reason in (
         ("training.global_batch_size", training.global_batch_size not in (-1, training.local_batch_size), lacks),
         ("a mask, a sliding window or sinks", job.attention is not None, lacks),
         ("training.enable_cpu_offload", training.enable_cpu_offload, lacks),
@@ -247,14 +293,18 @@ def check_common(config: JobConfig) -> None:
         ("activation_checkpoint.mode", config.activation_checkpoint.mode != "none", features),
     ):
         if differs:
-            raise ConfigError(f"{key}: {what}")
+            raise ConfigError(f"{key}: {reason}")
 
 
 def check(config: JobConfig, work: Work) -> None:
-    """This machine can run it.
+    """Check that this machine can run a configuration.
+
+    Args:
+        config: Configuration of the trainer.
+        work: The configuration, the device and the rounds to measure.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: This machine cannot run it.
     """
     job = resolve(config, 1, work.device.type)
     check_compiler(job.compilation, work.device)
@@ -266,7 +316,13 @@ def check(config: JobConfig, work: Work) -> None:
 
 
 def described(work: Work, argv: Sequence[str], script: str = "scripts/benchmarks/train.py") -> Row:
-    """What the rows were measured on."""
+    """Return the head of the result: machine, versions, model and batch.
+
+    Args:
+        work: The configuration, the device and the rounds to measure.
+        argv: The command line.
+        script: Path of the benchmark in the repository.
+    """
     shape, training = work.shape(), work.config.training
     device = torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else "cpu"
     return made_with(script, argv, device=device) | {
@@ -285,6 +341,14 @@ def described(work: Work, argv: Sequence[str], script: str = "scripts/benchmarks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print the table, and write the rows to `--json`.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     argv = sys.argv[1:] if argv is None else argv
     args, overrides = parser().parse_known_args(argv)
     try:
@@ -294,11 +358,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     widths = {column: max(len(column), 9) for column in _COLUMNS}
     print(" " * 18, *(f"{column:>{width}}" for column, width in widths.items()), " ratio from .. to", flush=True)
-    found: list[Row] = []
-    result = described(work, argv) | {"results": found}
+    results: list[Row] = []
+    result = described(work, argv) | {"results": results}
     try:
         for row in rows(work, variants, memory=not args.no_memory):
-            found.append(row)
+            results.append(row)
             cells = {column: "-" if row.get(column) is None else row[column] for column in _COLUMNS}
             end = row.get("error", " .. ".join(map(str, row.get("ratio_range", []))))
             print(f"{row['variant']:>18}", *(f"{cells[column]:>{widths[column]}}" for column in _COLUMNS), f" {end}")

@@ -1,4 +1,4 @@
-"""The two loops that `train.py` compares, the rounds in which they alternate, and what each takes of memory."""
+"""The two loops that `train.py` compares, the rounds in which they alternate, and the memory of each."""
 
 import copy
 import ctypes
@@ -36,10 +36,10 @@ from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 
 WARMUP = 3
-"""Steps before the first block: the compiler's are among them."""
+"""Steps before the first block; the compiler runs in them."""
 _BATCHES = 32
-"""Prepared for the bare loop, which goes round them."""
-# Settings of glibc's mallopt, and values at which what is freed goes back to the system, and so is seen to be free.
+"""Number of batches that the bare loop repeats."""
+# Settings of glibc's mallopt, with values that return freed memory to the system, so that it no longer counts.
 _GIVE_BACK = {-1: 1 << 16, -3: 1 << 16, -4: 1 << 16}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX
 
 Row = dict[str, object]
@@ -47,7 +47,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True)
 class Work:
-    """What is measured: the configuration that both loops share, the device, and blocks of so many steps."""
+    """The configuration that both loops share, the device, the steps of a block, and the number of rounds."""
 
     config: JobConfig
     device: torch.device
@@ -56,7 +56,7 @@ class Work:
 
     @cached_property
     def job(self) -> ResolvedJob:
-        """What the configuration means on this one device."""
+        """The resolved job on this one device."""
         return resolve(self.config, 1, self.device.type)
 
     @property
@@ -65,18 +65,26 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.config.training.local_batch_size * self.config.training.seq_len
 
     def shape(self) -> ModelArgs:
+        """Return the arguments of the model."""
         return self.job.model
 
 
 def with_layers(flavor: str, layers: int) -> str:
-    """Let the registry of this process know the flavor with so many layers; its name there, such as `8B:4`.
+    """Register the flavor with another number of layers in this process.
+
+    Args:
+        flavor: A flavor of Llama 3.
+        layers: Number of layers.
+
+    Returns:
+        The registered name, such as `8B:4`.
 
     Raises:
-        ConfigError: no such flavor.
+        ConfigError: The flavor does not exist.
     """
     model_args(Model(flavor=flavor), vocab_size=1, max_seq_len=1)
     name = f"{flavor}:{layers}"
@@ -88,7 +96,11 @@ def with_layers(flavor: str, layers: int) -> str:
 
 
 class Bare:
-    """The loop that one would write without a trainer."""
+    """A plain PyTorch training loop, without the trainer.
+
+    Args:
+        work: The configuration, the device and the rounds to measure.
+    """
 
     def __init__(self, work: Work) -> None:
         config = work.config
@@ -102,7 +114,11 @@ class Bare:
         self.batches = itertools.cycle(list(_batches(work)))
 
     def step(self) -> torch.Tensor:
-        """One optimizer step; its loss, on the device."""
+        """Run one optimizer step.
+
+        Returns:
+            The loss, a scalar on the device.
+        """
         tokens, labels = next(self.batches)
         self.optimizer.zero_grad()
         if self.working is not self.model:
@@ -117,13 +133,13 @@ class Bare:
         return loss.detach()
 
     def _loss(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The logits, kept by no name, are freed as soon as the loss has them."""
+        """Return the mean loss. No name keeps the logits, so they are freed as soon as the loss has read them."""
         logits = self.working.output(self.working(tokens)).flatten(0, 1)
         return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten())
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy with parameters in `dtype`; rotary tables stay, as they do under FSDP."""
+    """Return a copy with parameters in `dtype`; rotary tables keep their type, as under FSDP."""
     other = copy.deepcopy(model)
     for parameter in other.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -131,14 +147,14 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def _batches(work: Work) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The first (tokens, labels) that the trainer reads."""
+    """Yield the first batches that the trainer reads: tokens and labels, (B, S) each."""
     loader = BatchLoader(open_training_data(work.config), work.config.training, dp_rank=0, dp_degree=1)
     for batch in itertools.islice(loader, _BATCHES):
         yield batch["tokens"].to(work.device), batch["labels"].to(work.device)
 
 
 class _PacedTrainer(Trainer):
-    """The trainer, whose loop calls `pace(step)` before each step and so gives way to others."""
+    """The trainer; it calls `pace(step)` before each step, so that other work can take turns."""
 
     pace: Callable[[int], None]
 
@@ -148,7 +164,17 @@ class _PacedTrainer(Trainer):
 
 
 def train(config: JobConfig, device: torch.device, steps: int, pace: Callable[[int], None]) -> list[Row]:
-    """Train as `train.py` does, in a folder that is thrown away, log lines to a file; the lines of `metrics.jsonl`."""
+    """Train as `train.py` does, in a temporary folder; log lines go to a file.
+
+    Args:
+        config: Configuration of the trainer.
+        device: Device of the trainer.
+        steps: Number of steps.
+        pace: Called with the step before each step.
+
+    Returns:
+        The lines of `metrics.jsonl`.
+    """
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w") as log:
         config = replace(
             config, job=replace(config.job, dump_folder=folder), training=replace(config.training, steps=steps)
@@ -170,7 +196,11 @@ def train(config: JobConfig, device: torch.device, steps: int, pace: Callable[[i
 
 
 def free(device: torch.device) -> None:
-    """Give back what is no longer used."""
+    """Free unused memory.
+
+    Args:
+        device: Device whose cache is emptied.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -181,14 +211,18 @@ def free(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Block:
-    """Some steps: seconds, and CPU seconds of all threads."""
+    """Seconds, and CPU seconds of all threads, of several steps."""
 
     seconds: float
     cpu: float
 
 
 class Clock:
-    """Times blocks of steps, each until the device has done it."""
+    """Times blocks of steps, and waits for the device at both ends.
+
+    Args:
+        device: Device of the steps.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -198,6 +232,7 @@ class Clock:
         self._start = Block(time.perf_counter(), time.process_time())
 
     def read(self) -> Block:
+        """Return the time since `start`."""
         self._wait()
         return Block(time.perf_counter() - self._start.seconds, time.process_time() - self._start.cpu)
 
@@ -207,7 +242,12 @@ class Clock:
 
 
 class Rounds:
-    """Paces a trainer: after the warm-up, blocks of steps, with as many bare steps before, between and after them."""
+    """Paces a trainer: blocks of steps after the warm-up, with as many bare steps before, between and after them.
+
+    Args:
+        work: The configuration, the device and the rounds to measure.
+        bare: The bare loop.
+    """
 
     def __init__(self, work: Work, bare: Bare) -> None:
         self.work, self.bare = work, bare
@@ -221,6 +261,11 @@ class Rounds:
         return WARMUP + self.work.rounds * self.work.steps + 1
 
     def pace(self, step: int) -> None:
+        """Between two blocks of the trainer, run a block of the bare loop.
+
+        Args:
+            step: The step that the trainer begins.
+        """
         done = step - 1 - WARMUP
         if done < 0 or done % self.work.steps:
             return
@@ -230,6 +275,7 @@ class Rounds:
         self._clock.start()
 
     def run_bare(self) -> None:
+        """Run and time a block of the bare loop."""
         self._clock.start()
         for _ in range(self.work.steps):
             self.bare.step()
@@ -240,9 +286,12 @@ class Rounds:
 
 
 class PeakMemory:
-    """Peak from `reset` to `read`, above what there was when this was made.
+    """Peak memory from `reset` to `read`, minus the memory when this object was created.
 
-    On a GPU what PyTorch allocates; on a CPU what is resident, on Linux only.
+    On a GPU it counts PyTorch's allocations, on a CPU resident memory, on Linux only.
+
+    Args:
+        device: Device whose memory is measured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -254,16 +303,17 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._before is not None:
-            _give_back()  # the C library keeps some of what is freed
+            _give_back()  # the C library keeps some freed memory
             Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is reset
 
     def read(self) -> float | None:
-        """GiB; None where it is not known."""
+        """Return the peak in GiB, or None if it is unknown."""
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _resident("VmHWM")
         return None if peak is None or self._before is None else round((peak - self._before) / 2**30, 4)
 
 
 def _give_back() -> None:
+    """Make glibc return freed memory to the system."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         for setting, value in _GIVE_BACK.items():
             libc.mallopt(setting, value)
@@ -271,6 +321,7 @@ def _give_back() -> None:
 
 
 def _resident(field: str) -> int | None:
+    """Return a field of /proc/self/status in bytes, or None if there is no such file."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
@@ -278,7 +329,15 @@ def _resident(field: str) -> int | None:
 
 
 def memory_of(work: Work, config: JobConfig | None) -> Row:
-    """memory_gib, of two steps after the warm-up, in a process of its own; config: None for the bare loop."""
+    """Return `memory_gib`, the peak memory of two steps after the warm-up, measured in a process of its own.
+
+    Args:
+        work: The configuration, the device and the rounds to measure.
+        config: Configuration of the trainer. None: the bare loop.
+
+    Raises:
+        RuntimeError: The loop failed for another reason than memory.
+    """
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_measure_memory, args=(theirs, torch.get_num_threads(), work, config), daemon=True)
@@ -286,7 +345,7 @@ def memory_of(work: Work, config: JobConfig | None) -> Row:
     theirs.close()
     try:
         ok, answer = ours.recv()
-    except EOFError:  # killed, as machines do that are out of memory
+    except EOFError:  # the system kills processes when it is out of memory
         return {"memory_error": "the process died"}
     finally:
         process.join()
@@ -301,14 +360,14 @@ def _measure_memory(connection: Connection, threads: int, work: Work, config: Jo
         flavor, _, layers = work.config.model.flavor.partition(":")
         if layers:
             with_layers(flavor, int(layers))
-        memory, found = PeakMemory(work.device), {}
+        memory, result = PeakMemory(work.device), {}
 
         def pace(step: int) -> None:
             if step == WARMUP + 1:
                 gc.collect()
                 memory.reset()
             elif step == WARMUP + 3:
-                found["memory_gib"] = memory.read()
+                result["memory_gib"] = memory.read()
 
         if config is not None:
             train(config, work.device, WARMUP + 3, pace)
@@ -317,7 +376,7 @@ def _measure_memory(connection: Connection, threads: int, work: Work, config: Jo
             for step in range(1, WARMUP + 4):
                 pace(step)
                 bare.step()
-        connection.send((True, found))
+        connection.send((True, result))
     except Exception as error:
         out = is_out_of_memory(error)
         connection.send((out, {"memory_error": "out of memory"} if out else traceback.format_exc()))

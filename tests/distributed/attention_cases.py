@@ -39,7 +39,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, whole: torch.Tensor | None = None) -> float:
-    """Euclidean error of a against b, as a share of b, or of the `whole` of which both are a part."""
+    """Return the Euclidean error of a against b, relative to b, or to the tensor `whole` that contains both."""
     return ((a.double() - b.double()).norm() / (b if whole is None else whole).double().norm()).item()
 
 
@@ -121,9 +121,10 @@ def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
     if case.latent is not None:  # the definition of multi-head latent attention, head by head
         (rank, rotated, _), heads = case.latent, []
         for up in others[-1]:
-            found = k[:, 0, :, :rank] @ up.T
-            of_keys = case.head_dim - rotated
-            heads.append((torch.cat((found[..., :of_keys], k[:, 0, :, rank:]), -1), found[..., of_keys:]))
+            expanded = k[:, 0, :, :rank] @ up.T
+            key_width = case.head_dim - rotated
+            keys = torch.cat((expanded[..., :key_width], k[:, 0, :, rank:]), -1)
+            heads.append((keys, expanded[..., key_width:]))
         k, v = (torch.stack(parts, 1) for parts in zip(*heads, strict=True))
     group = q.shape[1] // k.shape[1]
     visible = torch.from_numpy(dense(case.whole_mask)).unsqueeze(1)
@@ -133,15 +134,15 @@ def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
         scores = torch.cat((scores, sink[:, None, None].expand(*scores.shape[:3], 1)), dim=3)
     weights = scores.softmax(-1)[..., : visible.shape[-1]] * visible
     out = weights @ v.repeat_interleave(group, 1)
-    found = torch.autograd.grad(out, leaves, cotangent, materialize_grads=True)
-    return out, *found
+    gradients = torch.autograd.grad(out, leaves, cotangent, materialize_grads=True)
+    return out, *gradients
 
 
 def shared_oracles(cases: list[Case], process: Process) -> list[tuple[torch.Tensor, ...]]:
     """`oracle` of each case, made by one rank each and told to the others; a collective."""
-    mine = [oracle(case, 0.3) for case in cases[process.rank :: process.world_size]]
+    own_results = [oracle(case, 0.3) for case in cases[process.rank :: process.world_size]]
     shares: list[list] = [[] for _ in range(process.world_size)]
-    dist.all_gather_object(shares, mine)
+    dist.all_gather_object(shares, own_results)
     return [shares[i % process.world_size][i // process.world_size] for i in range(len(cases))]
 
 
@@ -156,11 +157,13 @@ def attention_case(cases: list[Case]) -> list[dict]:
             kv_layout = case.options.layout(case.kv_len, mesh.size()) if case.kv_len else layout
             groups = hybrid_groups(process, case.options)
             live = LivePlan(mesh, layout, case.batch_mask, case.options, kv_layout, groups)
-            mine = [torch.from_numpy(part.indices(process.rank)) for part in (layout, kv_layout, kv_layout, layout)]
+            row_indices = [
+                torch.from_numpy(part.indices(process.rank)) for part in (layout, kv_layout, kv_layout, layout)
+            ]
             # In memory as a projection gives them: (B, S, H, D).
             shards = [
                 x[:, :, part].transpose(1, 2).contiguous().transpose(1, 2).to(process.device)
-                for x, part in zip(case.inputs(), mine, strict=False)
+                for x, part in zip(case.inputs(), row_indices, strict=False)
             ]
             cotangent = shards.pop()
             leaves = [x.requires_grad_() for x in (*shards, *(x.to(process.device) for x in case.inputs()[4:]))]
@@ -182,7 +185,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
                 assert relative(summed.cpu(), whole) < TOLERANCE[case.dtype]
             errors = [
                 relative(x.cpu(), whole[:, :, part], whole) if whole.any() else x.norm().item()
-                for x, whole, part in zip(got, wanted[:4], (mine[0], *mine[:3]), strict=True)
+                for x, whole, part in zip(got, wanted[:4], (row_indices[0], *row_indices[:3]), strict=True)
             ]
             (run,) = live._executions.values()
             shape = case.shape
@@ -207,7 +210,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
 
 
 def assert_exact(pool: WorkerPool, degree: int, cases: list[Case], run: Callable = attention_case) -> None:
-    """Outputs and gradients are those of one process, collectives and bytes are those of the plan."""
+    """Check outputs and gradients against one process, and collectives and bytes against the plan."""
     problems = []
     for rank, results in enumerate(pool.run(degree, run, cases)):
         for case, result in zip(cases, results, strict=True):

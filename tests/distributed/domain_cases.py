@@ -117,8 +117,8 @@ def compare(case: DomainCase, domain: Domain, seed: int) -> dict[str, float]:
     wanted = torch.autograd.grad(expected, wholes, cotangent)
     leaves = [local(x, domain).requires_grad_(), *(p.clone().requires_grad_() for p in parameters)]
     got, result = (case.split or on_shards(case.whole))(leaves[0], domain, *leaves[1:])
-    mine = _cotangent(cotangent, domain, result)
-    gradients = torch.autograd.grad(got, leaves, mine, allow_unused=False)
+    local_cotangent = _cotangent(cotangent, domain, result)
+    gradients = torch.autograd.grad(got, leaves, local_cotangent, allow_unused=False)
     result.shape(got)
     errors = {"output": error(got, local(expected, result), expected)}
     errors["input"] = error(gradients[0], local(wanted[0], domain), wanted[0])
@@ -126,7 +126,7 @@ def compare(case: DomainCase, domain: Domain, seed: int) -> dict[str, float]:
         dist.all_reduce(gradient := gradient.contiguous())
         errors[f"parameter {name}"] = error(gradient / _copies(domain), whole)
     if case.is_linear:
-        dots = torch.stack([(got * mine).sum(), (gradients[0] * leaves[0]).sum()]).detach()
+        dots = torch.stack([(got * local_cotangent).sum(), (gradients[0] * leaves[0]).sum()]).detach()
         dist.all_reduce(dots)
         errors["adjoint"] = abs(dots[0] - dots[1]).item() / max((expected.norm() * cotangent.norm()).item(), 1e-9)
     if case.keeps_layout:
@@ -145,17 +145,17 @@ def _copies(domain: Domain) -> int:
 
 def _cotangent(cotangent: torch.Tensor, domain: Domain, result: Domain) -> torch.Tensor:
     """Return this rank's; of what ranks have in common a random share."""
-    mine = local(cotangent, result)
+    local_cotangent = local(cotangent, result)
     shared = [axis for dim, axis in domain.axes.items() if all(a.group is not axis.group for a in result.axes.values())]
     for axis in shared:
         shares = torch.softmax(torch.arange(axis.degree, dtype=torch.float64), 0)
-        mine = mine * shares[axis.rank]
-    return mine
+        local_cotangent = local_cotangent * shares[axis.rank]
+    return local_cotangent
 
 
 def worst(draw: Callable[[random.Random], DomainCase], seeds: range) -> list[tuple[float, str]]:
     """Compare a case for each seed, on a mesh that fits the number of ranks; return those that differ most."""
-    found = []
+    failures = []
     with meshes() as all_meshes:
         for seed in seeds:
             rng = random.Random(seed)
@@ -168,8 +168,8 @@ def worst(draw: Callable[[random.Random], DomainCase], seeds: range) -> list[tup
                 raise RuntimeError(f"seed {seed}: {case.name}, shape {case.shape}, {layouts}") from reason
             for name, value in errors.items():
                 if not value <= TOLERANCE:
-                    found.append((value, f"seed {seed}, {name}: {case.name}, shape {case.shape}, {layouts}"))
-    return sorted(found, reverse=True)[:5]
+                    failures.append((value, f"seed {seed}, {name}: {case.name}, shape {case.shape}, {layouts}"))
+    return sorted(failures, reverse=True)[:5]
 
 
 def seeds(world_size: int, number: int) -> range:

@@ -137,7 +137,11 @@ class Latents(nn.Module):
 
 @dataclass(frozen=True)
 class Model:
-    """make: the model; others: what its forward gets beside the input; checked: whether `parallelize` can follow it."""
+    """A model and its arguments.
+
+    make: builds the model. others: arguments of its forward after the input. checked: whether `parallelize` can follow
+    it.
+    """
 
     make: Callable[[], nn.Module]
     others: tuple[Any, ...] = ()

@@ -1,4 +1,4 @@
-"""The parity harness: a layout's losses, gradients, norms and weights against those of a single process.
+"""The parity harness: compares a layout's losses, gradients, norms and weights with a single process.
 
 Every layout trains on the same rows: row i is made from i, and data-parallel rank r of D takes rows r, r + D, ...
 Rows have different numbers of labels, and every odd row of the first step has none, so that some ranks have no label.
@@ -96,8 +96,8 @@ BASE = [
 ]
 
 FUSED = "--optimizer.implementation=fused"
-"""What GPUs use. Of a short run over ranks most of the time would go into the operators of the other implementation,
-each of which DTensor looks at for each new mesh."""
+"""The implementation that GPUs use. With the other one, a short run over ranks would spend most of its time in DTensor,
+which handles each operator for each new mesh."""
 
 
 @dataclass
@@ -135,7 +135,7 @@ _POSITION = {0: {"samples": 0, "seed": 0, "data_streams": 8}}
 
 
 def exported(trainer: Trainer, step: int) -> Path:
-    """Save the last step of a job with `EXPORTED`, and return the Hugging Face folder beside it."""
+    """Save the last step of a job with `EXPORTED`; return the Hugging Face folder next to the checkpoint."""
     with mock.patch.object(Rows, "state_dict", return_value=_POSITION):
         trainer.checkpoint.save(step, tokens_seen=0, last=True)
     return trainer.checkpoint.folder.path / f"step-{step}-hf"
@@ -170,8 +170,8 @@ class MadeRows(LanguageTask):
             yield batch | ({} if plan is None else {"plan": plan(arrays)})
 
     @contextmanager
-    def sequence_context(self, whole: RankBatch, *more: object) -> Iterator[torch.Tensor | None]:
-        with super().sequence_context(whole, *more) as plan:
+    def sequence_context(self, whole: RankBatch, *arguments: object) -> Iterator[torch.Tensor | None]:
+        with super().sequence_context(whole, *arguments) as plan:
             if self.fault == "labels shifted after cutting":
                 labels = whole.columns["labels"]
                 labels[:, :-1] = whole.columns["tokens"][:, 1:]  # what a rank can know of its part alone
@@ -192,25 +192,25 @@ class RecordingTrainer(Trainer):
 
     def optimizer_step(self, norm: float | torch.Tensor) -> None:
         super().optimizer_step(norm)
-        self.record.gradients.append(self.of_all_stages(settled_gradient))  # clipped; the update has left them
+        self.record.gradients.append(self.gather_stages(settled_gradient))  # clipped; the update has left them
         self.record.limits.append(min(float(norm), self.config.training.max_norm))
 
-    def of_all_stages(
+    def gather_stages(
         self, value: Callable[[torch.Tensor], torch.Tensor | None], named: Callable = nn.Module.named_parameters
     ) -> dict[str, torch.Tensor]:
         """A tensor for every parameter, or whatever is `named`, of the model, by name; a collective.
 
         None, such as the gradient of a frozen parameter, is left out.
         """
-        mine = {name: value(x) for part in self.model_parts for name, x in named(part)}
-        mine = {name: whole(x) for name, x in mine.items() if x is not None}
-        of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(self.dims.size("pp"))]
-        torch.distributed.all_gather_object(of_ranks, mine, group=self.dims["pp"].get_group())
-        return {name: x for stages in of_ranks for name, x in stages.items()}
+        tensors = {name: value(x) for part in self.model_parts for name, x in named(part)}
+        tensors = {name: whole(x) for name, x in tensors.items() if x is not None}
+        tensors_of_ranks: list[dict[str, torch.Tensor]] = [{} for _ in range(self.dims.size("pp"))]
+        torch.distributed.all_gather_object(tensors_of_ranks, tensors, group=self.dims["pp"].get_group())
+        return {name: x for stages in tensors_of_ranks for name, x in stages.items()}
 
 
 def make_row(i: int, seq_len: int, *, no_labels: bool = False, padding: int = 0) -> dict[str, torch.Tensor]:
-    """Global row i: random tokens in documents, and labels of which a share that depends on i is missing.
+    """Return global row i: random tokens in documents, and labels. The share of missing labels depends on i.
 
     padding: tokens at the end, a document of their own without labels and positions.
     """
@@ -230,7 +230,7 @@ def make_row(i: int, seq_len: int, *, no_labels: bool = False, padding: int = 0)
 
 
 def makes_rows(job: ResolvedJob) -> bool:
-    """Whether a job trains on made-up rows; fields and conversations are those of its data set."""
+    """Return whether a job trains on made-up rows; fields and conversations come from its data set."""
     return job.model.task == "tokens" and job.config.training.dataset not in CONVERSATIONS
 
 
@@ -295,9 +295,9 @@ def run_layout(arguments: list[str], fault: str | None = None, settings: Sequenc
             trainer.metrics.close()
             for p in (p for part in trainer.model_parts for p in part.parameters()):
                 record.local_elements += (p.to_local() if isinstance(p, DTensor) else p).numel()
-            record.weights = trainer.of_all_stages(lambda p: p)
+            record.weights = trainer.gather_stages(lambda p: p)
             named_buffers = partial(nn.Module.named_buffers, remove_duplicate=False)
-            record.buffers = trainer.of_all_stages(lambda x: x, named_buffers)
+            record.buffers = trainer.gather_stages(lambda x: x, named_buffers)
         if process.rank == 0:
             lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
             record.metrics = [json.loads(line) for line in lines]
@@ -342,27 +342,27 @@ def assert_parity(got: Record, wanted: Record, tolerance: float) -> None:
     """Relative differences of losses, norms, and of each tensor in its Euclidean norm, all at most `tolerance`."""
     problems = []
 
-    def compare(what: str, a: torch.Tensor | float, b: torch.Tensor | float) -> None:
+    def compare(label: str, a: torch.Tensor | float, b: torch.Tensor | float) -> None:
         a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
         error = (a - b).norm().item()
         scale = b.norm().item()
         # An exact zero must be met exactly, and a NaN is never near.
         if not (error <= tolerance * scale and math.isfinite(error)):
-            problems.append(f"{what}: {error / scale if scale else error:.1e}")
+            problems.append(f"{label}: {error / scale if scale else error:.1e}")
 
     assert len(got.metrics) == len(wanted.metrics) >= STEPS
-    for step, (mine, theirs) in enumerate(zip(got.metrics, wanted.metrics, strict=True), 1):
+    for step, (ours, theirs) in enumerate(zip(got.metrics, wanted.metrics, strict=True), 1):
         for key in ("loss", "loss_max", "grad_norm", "lr", "tokens_seen"):
-            compare(f"step {step} {key}", mine[key], theirs[key])
-    for step, (mine, theirs) in enumerate(zip(got.gradients, wanted.gradients, strict=True), 1):
-        assert mine.keys() == theirs.keys()
+            compare(f"step {step} {key}", ours[key], theirs[key])
+    for step, (ours, theirs) in enumerate(zip(got.gradients, wanted.gradients, strict=True), 1):
+        assert ours.keys() == theirs.keys()
         for name, grad in theirs.items():
-            compare(f"step {step} gradient of {name}", mine[name], grad)
+            compare(f"step {step} gradient of {name}", ours[name], grad)
         # Clipping is part of both runs: what it promises is checked by itself.
-        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in mine.values()))
+        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in ours.values()))
         compare(f"step {step} norm after clipping", norm, got.limits[step - 1])
-    for kind, mine, theirs in (("weight", got.weights, wanted.weights), ("buffer", got.buffers, wanted.buffers)):
-        assert mine.keys() == theirs.keys()
+    for kind, ours, theirs in (("weight", got.weights, wanted.weights), ("buffer", got.buffers, wanted.buffers)):
+        assert ours.keys() == theirs.keys()
         for name, x in theirs.items():
-            compare(f"{kind} {name}", mine[name], x)
+            compare(f"{kind} {name}", ours[name], x)
     assert not problems, "\n".join(problems)

@@ -1,4 +1,4 @@
-"""What the allocator of a CPU rank reports of a step, beside what the planner predicts for the same job."""
+"""Memory of a step by the allocator of a CPU rank, and the planner's prediction for the same job."""
 
 import gc
 import json

@@ -170,9 +170,9 @@ def run_case(case: Case, mesh: DeviceMesh) -> Outcome:
     gradients = gradients_of(model)
     for x in (loss := loss.detach(), *gradients.values()):
         dist.all_reduce(x, group=mesh.get_group())
-    mine = torch.from_numpy(cp.layout.indices(mesh.get_local_rank())).to(mesh.device_type)
+    own_rows = torch.from_numpy(cp.layout.indices(mesh.get_local_rank())).to(mesh.device_type)
     return Outcome(
-        relative(logits, wanted_logits[:, mine]),
+        relative(logits, wanted_logits[:, own_rows]),
         relative(loss, wanted_loss),
         {name: relative(gradient, wanted[name]) for name, gradient in gradients.items()},
         cp.live.calls,

@@ -170,7 +170,7 @@ def causal_encoder(x):
 
 
 def edges(x, y, targets):
-    """A layer of a graph: messages of 11 edges, of which each rank has some, or all are whole; targets: (11, 1)."""
+    """A layer of a graph with 11 edges; each rank has some of the messages, or all are whole. targets: (11, 1)."""
     to = targets.abs().mul(1.7).long().squeeze(-1).clamp(max=8)
     back = (8 - to).abs()
     messages = x[to] * y + x[back].sin() + x.index_select(0, back).cos()
@@ -230,15 +230,15 @@ def sampled(x, grid):
 def points_of(x):
     """Values at places of several dimensions, negative ones too, also by sharded numbers and for a line of channels."""
     rows, columns = torch.tensor([[0, 5, -1], [3, 3, 6]]), torch.tensor([1, -2, 4])
-    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # as many as the batch and the rows
+    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # (batch, rows)
     y = x[:, :, rows, columns].sum((-1, -2)) + x[..., -3:, [2, 0], [1, 1]].sum(-1).sum(-1, keepdim=True)
     return y * x[:, :, own, own.abs()].cos().sum((2, 3))
 
 
 def apart(x):
-    """Values at places of dimensions that are not side by side, of which torch puts the result's dimensions first."""
+    """Index dimensions that are not adjacent; torch puts the dimensions of the result first."""
     rows, columns = torch.tensor([[0, 5, -1], [3, 3, 6]]), torch.tensor([1, -2, 4])
-    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # as many as the batch and the rows
+    own = x[:, 0].sum(-1).detach().sin().mul(3).long()  # (batch, rows)
     y = x[own.abs() % 2, :, own].cos().sum((2, 3)) + x[own, None, ..., own.abs()].sin().sum((2, 3, 4))
     few = rows.clamp(max=2)
     near = x[1:, few, :, columns].sum((0, 1, 2)) + x[[0, 2], ..., [1, 1]].sum((0, 1)) + x[few, 2, columns][0, 1, :1]
@@ -256,8 +256,8 @@ def shown(x, y):
 
 
 def shown_rows(x, y):
-    found = (x * y)[(x > y).flatten(2).any(2)]
-    return (found * found.shape[0]).sum(0)
+    rows = (x * y)[(x > y).flatten(2).any(2)]
+    return (rows * rows.shape[0]).sum(0)
 
 
 def changed_where_shown(x, y):
@@ -273,8 +273,8 @@ def equation(x, w, b):
     u = F.conv2d(F.group_norm(x, 2), w / 8, b, padding=1).tanh() * x.sin().mean(2, True) + x.diff(dim=2).square().mean()
     u = u + F.avg_pool2d(u, 3, 1, 1) * u.roll(1, 2) + (u @ u.mT).softmax(-1)[..., :7] + x.logsumexp(2, True)
     (slope,) = torch.autograd.grad(u.sin().mean(), x, create_graph=True)
-    (second, of_weight) = torch.autograd.grad(slope, [x, w], slope.detach().cos(), create_graph=True)
-    return (slope.square() * u).sum() + (1 + second.square().sum()) * (1 + of_weight.square().sum())
+    (second, weight_slope) = torch.autograd.grad(slope, [x, w], slope.detach().cos(), create_graph=True)
+    return (slope.square() * u).sum() + (1 + second.square().sum()) * (1 + weight_slope.square().sum())
 
 
 def sharded_mask(q, k, v, bias):
@@ -319,9 +319,9 @@ def equations(x, y, z):
 def labelled(x, y, reduction):
     labels = (torch.arange(3 * 8 * 7).view(3, 8, 7) * 5 % 7 - 3).clamp(min=-1)  # 0 to 3, and -1, which is none
     how = {"weight": torch.tensor([0.5, 1, 2, 0.1], dtype=torch.float64), "reduction": reduction}
-    found = F.cross_entropy(x, labels, ignore_index=-1, label_smoothing=0.1, **how)
-    found = found + F.nll_loss(x.log_softmax(1), labels, ignore_index=-1, **how)
-    return found + F.cross_entropy(x, y.softmax(1), **how)
+    loss = F.cross_entropy(x, labels, ignore_index=-1, label_smoothing=0.1, **how)
+    loss = loss + F.nll_loss(x.log_softmax(1), labels, ignore_index=-1, **how)
+    return loss + F.cross_entropy(x, y.softmax(1), **how)
 
 
 def weighted(x, y, w, reduction):
@@ -361,7 +361,7 @@ def broadcast(q, k, v, w):
 
 
 def multi_head_with_extras(x, y, *parameters):
-    weight, bias, out, mask, of_key, of_value, keys, values = parameters
+    weight, bias, out, mask, key_bias, value_bias, keys, values = parameters
     z = torch.cat([x, x[:2].sin()]) * y
     causal = torch.ones(5, 7, dtype=torch.bool).triu(1)
     padded = torch.arange(7).expand(3, 7) % 4 == torch.arange(3)[:, None]
@@ -373,8 +373,8 @@ def multi_head_with_extras(x, y, *parameters):
         2,
         weight,
         bias,
-        of_key,
-        of_value,
+        key_bias,
+        value_bias,
         True,
         0.0,
         out,
@@ -390,8 +390,8 @@ def multi_head_with_extras(x, y, *parameters):
         2,
         weight,
         bias,
-        of_key,
-        of_value,
+        key_bias,
+        value_bias,
         False,
         0.0,
         out,
@@ -448,10 +448,10 @@ def hooked(x, y, w):
     module.register_full_backward_hook(lambda _, into, out: (into[0] * out[0].amax(), into[1], into[2] * 3, into[3]))
     module.register_full_backward_hook(lambda _, into, out: (into[0][:, :, torch.arange(8)], *into[1:]))
     norm.register_full_backward_hook(lambda _, into, out: (into[0] * (out[0] - into[0]).std(),))
-    of_all = nn.modules.module.register_module_full_backward_hook(
+    global_hook = nn.modules.module.register_module_full_backward_hook(
         lambda *args: None if args[2][0] is None else tuple(None if grad is None else grad * 1.5 for grad in args[1])
     )
-    with contextlib.closing(SimpleNamespace(close=of_all.remove)):
+    with contextlib.closing(SimpleNamespace(close=global_hook.remove)):
         a, b, times = module(x.sin(), x * y, w * 1, 3)
         return a * times + norm(b) + F.conv2d(norm(x), torch.ones(4, 4, 1, 3, dtype=x.dtype), padding="same")
 
@@ -713,9 +713,9 @@ ALONG = [
     case("edges that are whole", edges, (11, 4), (11, 1), shape=(9, 4), sharded=(0,)),
     *[
         case(
-            f"products of {what}edges", products, (11, 4), (11, 1), shape=(9, 4), sharded=dims, others=others, ties=ties
+            f"products of {kind}edges", products, (11, 4), (11, 1), shape=(9, 4), sharded=dims, others=others, ties=ties
         )
-        for what, dims, others, ties in (
+        for kind, dims, others, ties in (
             ("", (0, 1), (0,), False),
             ("equal ", (0, 1), (0, 1), True),
             ("equal whole ", (0,), (), True),

@@ -1,4 +1,4 @@
-"""Laws of activation checkpointing: nothing changes but what is kept, and attention is not computed twice by "op"."""
+"""Laws of activation checkpointing: it changes memory, not results, and "op" does not compute attention twice."""
 
 from collections import Counter
 from dataclasses import replace
@@ -93,7 +93,7 @@ KEPT = "all_to_all --parallelism.context_parallel_keep_exchanged"
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["all_gather", "all_to_all", KEPT])
 def test_nor_do_the_other_methods(pool: WorkerPool, method: str) -> None:
-    """And each mode's gradients are those of the single process, with documents that change the plan."""
+    """Gradients in each mode equal the single process, with documents that change the plan."""
     world_size, arguments = LAYOUTS["cp2"]
     mask = ["--training.dtype=float64", "--training.attention_mask=document"]
     settings = [*mask, *f"--parallelism.context_parallel_method={method}".split(), *arguments]

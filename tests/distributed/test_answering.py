@@ -55,14 +55,14 @@ def test_scores_are_the_log_probabilities_of_one_forward(pool: WorkerPool) -> No
         (shared, _), (others, _) = pool.run(2, scores_case, cp)
         assert not others
         assert [score.token for score in shared] == [score.token for score in scores]
-        for mine, theirs in zip(shared[1:], scores[1:], strict=True):
-            assert mine.log_probability == pytest.approx(theirs.log_probability, abs=1e-12)
-            assert [token for token, _ in mine.likeliest] == [token for token, _ in theirs.likeliest]
+        for ours, theirs in zip(shared[1:], scores[1:], strict=True):
+            assert ours.log_probability == pytest.approx(theirs.log_probability, abs=1e-12)
+            assert [token for token, _ in ours.likeliest] == [token for token, _ in theirs.likeliest]
 
 
 def failing_case(failing_rank: int) -> list[list]:
     """Answer a request in which one rank fails, one whose client leaves, and one as usual."""
-    found = []
+    pieces = []
     with opened(Model()) as (part, job, dims):
         rank, real = dims.rank("world"), answering.generate
         writer = Writer(part, job, dims, open_tokenizer(), (), control_group())
@@ -84,14 +84,14 @@ def failing_case(failing_rank: int) -> list[list]:
                 waiting.gone.set()
             with mock.patch.object(answering, "generate", failing if kind == "fails" else real):
                 writer.answer(asked, waiting)
-            found.append([str(p) if isinstance(p, AnswerError) else p for p in parts if not isinstance(p, Piece)])
-    return found
+            pieces.append([str(p) if isinstance(p, AnswerError) else p for p in parts if not isinstance(p, Piece)])
+    return pieces
 
 
 @pytest.mark.parametrize(("ranks", "failing_rank"), [(1, 0), (2, 0), (2, 1)])
 def test_a_request_that_fails_ends_itself_alone(pool: WorkerPool, ranks: int, failing_rank: int) -> None:
-    found, *others = pool.run(ranks, failing_case, failing_rank)
-    (failed,), left, usual = found
+    pieces, *others = pool.run(ranks, failing_case, failing_rank)
+    (failed,), left, usual = pieces
     cause = "MemoryError: no room" if failing_rank == 0 else "_OtherRankError: another rank has failed in this request"
     assert failed == f"the answer could not be written ({cause})"
     assert left == [Ended(1, "stop")], "the first token tells all ranks that the client has left"

@@ -47,27 +47,27 @@ def bfloat16_error_case(method: str, seq_len: int) -> tuple[list[float], list[fl
             leaves = [x.clone().requires_grad_() for x in inputs]
             out = module(*leaves, plan=cp.attention_plan)
             got = (out, *torch.autograd.grad(out, leaves, cotangent.clone()))
-            mine = torch.from_numpy(cp.layout.indices(process.rank))
+            own_rows = torch.from_numpy(cp.layout.indices(process.rank))
             assert cp.live.calls == 1
-        ours = [relative(a, b[:, :, mine]) for a, b in zip(got, wanted, strict=True)]
-        return ours, [relative(a[:, :, mine], b[:, :, mine]) for a, b in zip(plain, wanted, strict=True)]
+        ours = [relative(a, b[:, :, own_rows]) for a, b in zip(got, wanted, strict=True)]
+        return ours, [relative(a[:, :, own_rows], b[:, :, own_rows]) for a, b in zip(plain, wanted, strict=True)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_bfloat16_is_as_exact_as_the_plain_kernel(pool: WorkerPool, method: str) -> None:
     for ours, plain in pool.run(4, bfloat16_error_case, method, 256):
-        assert all(mine <= 2 * theirs for mine, theirs in zip(ours, plain, strict=True)), (ours, plain)
+        assert all(error <= 2 * plain_error for error, plain_error in zip(ours, plain, strict=True)), (ours, plain)
 
 
 def exact_case(method: str, cases: list[tuple[str, Mask]], swap: bool) -> list[list[str]]:
-    """What of a position-wise model comes out at the wrong place, for each (load balancer, mask)."""
+    """Return the misplaced outputs of a position-wise model, for each (load balancer, mask)."""
     process = Process.from_environment()
     with process_group(process, parse_command_line([]).config.comm):
         mesh = mesh_of_all(process)
         module = InnerAttention()
         ContextParallelAttention()._apply(module, mesh)
-        rows_on.cache_clear()  # of this process, which may have run other cases
+        rows_on.cache_clear()  # this process may have run other cases
         with mock.patch.object(AxisLayout, "indices", _swapped if swap else AxisLayout.indices):
             wrong = [_misplaced(mesh, module, ContextParallelOptions(method, name), mask) for name, mask in cases]
         rows_on.cache_clear()
@@ -97,20 +97,24 @@ def _misplaced(mesh: DeviceMesh, module: nn.Module, options: ContextParallelOpti
     table = torch.arange(seq_len + 5, dtype=torch.float64).unsqueeze(1)
     buffers = [tokens, labels, positions, table]
     with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1, 0], mask=mask, options=options) as cp:
-        mine = torch.from_numpy(_indices(cp.layout, mesh.get_local_rank()))
-        pairs = [("tokens", tokens[0], mine), ("labels", labels[1], mine + 1000), ("positions", positions[0], mine)]
-        pairs.append(("table", table[:, 0], mine.double()))
+        own_tokens = torch.from_numpy(_indices(cp.layout, mesh.get_local_rank()))
+        pairs = [
+            ("tokens", tokens[0], own_tokens),
+            ("labels", labels[1], own_tokens + 1000),
+            ("positions", positions[0], own_tokens),
+        ]
+        pairs.append(("table", table[:, 0], own_tokens.double()))
         wrong = [name for name, x, expected in pairs if not torch.equal(x, expected)]
         v = F.one_hot(tokens, seq_len).double().unsqueeze(1).repeat(1, mesh.size(), 1, 1).requires_grad_()
         k = torch.randn_like(v).detach()
         out = module(torch.zeros_like(k), k, v, plan=cp.attention_plan)
         visible = torch.from_numpy(dense((causal(seq_len) & mask).repeated(rows)))
         counts = visible.sum(2, keepdim=True).double()
-        if not torch.allclose(out[:, 0] * counts[:, mine], visible[:, mine].double(), rtol=0, atol=1e-9):
+        if not torch.allclose(out[:, 0] * counts[:, own_tokens], visible[:, own_tokens].double(), rtol=0, atol=1e-9):
             wrong.append("output")
-        cotangent = (F.one_hot(tokens, seq_len) * counts[:, mine].clamp(min=1)).unsqueeze(1).expand_as(out)
+        cotangent = (F.one_hot(tokens, seq_len) * counts[:, own_tokens].clamp(min=1)).unsqueeze(1).expand_as(out)
         (dv,) = torch.autograd.grad(out, v, cotangent)
-        if not torch.allclose(dv[:, 0], visible.transpose(1, 2)[:, mine].double(), rtol=0, atol=1e-9):
+        if not torch.allclose(dv[:, 0], visible.transpose(1, 2)[:, own_tokens].double(), rtol=0, atol=1e-9):
             wrong.append("gradient")
     return wrong
 

@@ -73,43 +73,45 @@ def train(folder: str, arguments: list[str]) -> tuple[str, int, dict]:
 def test_a_damaged_document_stops_or_is_left_out(pool: WorkerPool, tmp_path: Path, damaged: Path, ranks: int) -> None:
     """With 3 ranks the 10 streams are shared."""
     batch = ["--training.global_batch_size=-1", "--training.local_batch_size=3"] if ranks == 3 else []
-    given = ["--training.dataset=tokens", f"--training.dataset_path={damaged}", *batch]
-    stopped = pool.run(ranks, train, str(tmp_path / "stop"), given)
+    settings = ["--training.dataset=tokens", f"--training.dataset_path={damaged}", *batch]
+    stopped = pool.run(ranks, train, str(tmp_path / "stop"), settings)
     steps = stopped[0][1]
     assert 1 < steps < 12
-    (told,) = {told for told, *_ in stopped}
-    assert told.startswith(f"{damaged}/shard-00000.bin, document {bad_document()}, is damaged: its check sum is wrong")
+    (message,) = {message for message, *_ in stopped}
+    assert message.startswith(
+        f"{damaged}/shard-00000.bin, document {bad_document()}, is damaged: its check sum is wrong"
+    )
     assert {done for _, done, _ in stopped} == {steps}
     folder = tmp_path / "stop" / "checkpoint"
     assert LocalStore(folder).steps() == [steps]
     streams = read_state(LocalStore(folder), steps).streams
     assert sorted(streams) == list(range(STREAMS))
 
-    again = pool.run(ranks, train, str(tmp_path / "stop"), given)  # nothing is trained, nothing lost
-    assert [(told, done) for told, done, _ in again] == [(stopped[0][0], 0)] * ranks
+    again = pool.run(ranks, train, str(tmp_path / "stop"), settings)  # nothing is trained, nothing lost
+    assert [(message, done) for message, done, _ in again] == [(stopped[0][0], 0)] * ranks
     assert LocalStore(folder).steps() == [steps]
-    on = pool.run(ranks, train, str(tmp_path / "stop"), [*given, "--training.on_bad_record=skip"])
-    assert [(told, done) for told, done, _ in on] == [("", 12 - steps)] * ranks
-    whole = pool.run(ranks, train, str(tmp_path / "skip"), [*given, "--training.on_bad_record=skip"])
+    on = pool.run(ranks, train, str(tmp_path / "stop"), [*settings, "--training.on_bad_record=skip"])
+    assert [(message, done) for message, done, _ in on] == [("", 12 - steps)] * ranks
+    whole = pool.run(ranks, train, str(tmp_path / "skip"), [*settings, "--training.on_bad_record=skip"])
     assert [state for *_, state in whole] == [state for *_, state in on]
 
 
 def test_without_checkpoints_it_stops_as_well(pool: WorkerPool, tmp_path: Path, damaged: Path) -> None:
-    given = ["--training.dataset=tokens", f"--training.dataset_path={damaged}", "--checkpoint.no-enable"]
-    (told, done, _), (other, also, _) = pool.run(2, train, str(tmp_path / "stop"), given)
-    assert told == other
-    assert f"document {bad_document()}, is damaged" in told
+    settings = ["--training.dataset=tokens", f"--training.dataset_path={damaged}", "--checkpoint.no-enable"]
+    (message, done, _), (other, also, _) = pool.run(2, train, str(tmp_path / "stop"), settings)
+    assert message == other
+    assert f"document {bad_document()}, is damaged" in message
     assert 1 < done == also < 12
 
 
 def test_a_bad_line_stops_all_ranks_before_the_first_step(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
     data.write_bytes(data.read_bytes().replace(b"7 is", b"7 \xfc\xdf", 1))
-    given = ["--training.dataset=jsonl", f"--training.dataset_path={data}"]
-    ((told, done, _), other) = pool.run(2, train, str(tmp_path / "stop"), given)
-    assert told == f'{data}, line 8, must be a JSON object with a string field "text", in UTF-8'
-    assert (told, 0) == (told, done) == other[:2]
-    on = pool.run(2, train, str(tmp_path / "skip"), [*given, "--training.on_bad_record=skip"])
-    assert [(told, done) for told, done, _ in on] == [("", 12)] * 2
+    settings = ["--training.dataset=jsonl", f"--training.dataset_path={data}"]
+    ((message, done, _), other) = pool.run(2, train, str(tmp_path / "stop"), settings)
+    assert message == f'{data}, line 8, must be a JSON object with a string field "text", in UTF-8'
+    assert (message, 0) == (message, done) == other[:2]
+    on = pool.run(2, train, str(tmp_path / "skip"), [*settings, "--training.on_bad_record=skip"])
+    assert [(message, done) for message, done, _ in on] == [("", 12)] * 2
 
 
 def lose_the_ids(folder: str, tokens: str) -> tuple[str, int]:
@@ -132,29 +134,29 @@ def lose_the_ids(folder: str, tokens: str) -> tuple[str, int]:
 
 
 def test_files_that_shrink_stop_all_ranks_after_a_checkpoint(pool: WorkerPool, tmp_path: Path, damaged: Path) -> None:
-    ((told, saved), other) = pool.run(2, lose_the_ids, str(tmp_path / "run"), str(damaged))
-    assert other == (told, saved)
-    assert "shard-00000.bin is shorter than when the run began to read it" in told
+    ((message, saved), other) = pool.run(2, lose_the_ids, str(tmp_path / "run"), str(damaged))
+    assert other == (message, saved)
+    assert "shard-00000.bin is shorter than when the run began to read it" in message
     assert LocalStore(tmp_path / "run" / "checkpoint").steps() == [saved]
 
 
 @pytest.mark.slow
 def test_changed_data_are_not_loaded_on_purpose(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
-    given = ["--training.dataset=jsonl", f"--training.dataset_path={data}"]
+    settings = ["--training.dataset=jsonl", f"--training.dataset_path={data}"]
 
-    def run(folder: str, steps: int, *more: str) -> list[tuple[str, int, dict]]:
-        return pool.run(2, train, str(tmp_path / folder), [*given, f"--training.steps={steps}", *more])
+    def run(folder: str, steps: int, *options: str) -> list[tuple[str, int, dict]]:
+        return pool.run(2, train, str(tmp_path / folder), [*settings, f"--training.steps={steps}", *options])
 
-    assert {told for told, *_ in run("run", 4)} == {""}
+    assert {message for message, *_ in run("run", 4)} == {""}
     data.write_bytes(b"\n".join(data.read_bytes().replace(b"number", b"figure").splitlines()[:41]))
-    ((told, done, _), _) = run("run", 8)
-    assert "the data set has 41 documents, and had 80 when the checkpoint was saved" in told
+    ((message, done, _), _) = run("run", 8)
+    assert "the data set has 41 documents, and had 80 when the checkpoint was saved" in message
     keys = ["--checkpoint.load_step=4", "--checkpoint.exclude_from_loading", "dataloader"]
-    assert told.endswith(
+    assert message.endswith(
         'or read the data from its start with checkpoint.load_step and checkpoint.exclude_from_loading = ["dataloader"]'
     )
     assert done == 0
-    assert [(told, done) for told, done, _ in run("run", 6, *keys)] == [("", 2)] * 2
+    assert [(message, done) for message, done, _ in run("run", 6, *keys)] == [("", 2)] * 2
     assert run("run", 8) == [("", 2, state) for *_, state in run("new", 4)]
 
 
@@ -173,7 +175,7 @@ def test_positions_of_many_waiting_conversations_are_saved(pool: WorkerPool, tmp
     assert {s: entry["waiting"] for s, entry in first.items()} == {s: [*range(s, 1024)] for s in range(STREAMS)}
 
 
-def of_one_rank_case(folder: str, arguments: list[str], different: list[str]) -> tuple[int, str]:
+def one_rank_case(folder: str, arguments: list[str], different: list[str]) -> tuple[int, str]:
     """As `main_case`, with other arguments on rank 1, which is on another node."""
     os.environ["LOCAL_RANK"] = "0"
     return main_case(folder, [*arguments, *(different if os.environ["RANK"] == "1" else [])])
@@ -184,32 +186,32 @@ def test_ranks_that_read_different_data_stop_before_the_first_step(pool: WorkerP
     words = [f'{{"text": "some words that are read {i:02d}"}}\n' for i in range(20)]
     (tmp_path / "one.jsonl").write_text("".join(words))
     (tmp_path / "other.jsonl").write_text("".join([words[0], words[2], words[1], *words[3:]]))
-    given = ["--training.dataset=jsonl", f"--training.dataset_path={tmp_path}/one.jsonl", *LAYOUTS["fsdp2"][1]]
-    for different, told in (
+    settings = ["--training.dataset=jsonl", f"--training.dataset_path={tmp_path}/one.jsonl", *LAYOUTS["fsdp2"][1]]
+    for different, message in (
         (f"--training.dataset_path={tmp_path}/other.jsonl", "rank 1 has other data than rank 0 (content); every"),
         (
             "--training.packing=best_fit",
             "(pieces, seq_len, token, training.packing, waiting); every machine must have the same",
         ),
     ):
-        results = pool.run(2, of_one_rank_case, str(tmp_path), given, [different])
+        results = pool.run(2, one_rank_case, str(tmp_path), settings, [different])
         assert [code for code, _ in results] == [2, 2]
-        assert told in "".join(err for _, err in results)
+        assert message in "".join(err for _, err in results)
     assert not LocalStore(tmp_path / "checkpoint").steps()
 
 
-def found_case(ranks_of_a_node: int) -> tuple[str, int]:
+def catalog_case(ranks_of_a_node: int) -> tuple[str, int]:
     """What this rank is given, and how often it had to look."""
     process = Process.from_environment()
     os.environ["LOCAL_RANK"] = str(process.rank % ranks_of_a_node)
     looked: list[str] = []
     with process_group(process, Comm()):
         mesh = init_device_mesh(process.device.type, (process.world_size,))
-        given = once_a_node(lambda: looked.append("") or "x" * process.rank + f"catalog of rank {process.rank}", mesh)
-    return given, len(looked)
+        catalog = once_a_node(lambda: looked.append("") or "x" * process.rank + f"catalog of rank {process.rank}", mesh)
+    return catalog, len(looked)
 
 
 def test_one_process_of_each_node_looks_for_all_its_ranks(pool: WorkerPool) -> None:
-    found = pool.run(4, found_case, 2)
+    results = pool.run(4, catalog_case, 2)
     first, second = "catalog of rank 0", "xxcatalog of rank 2"
-    assert found == [(first, 1), (first, 0), (second, 1), (second, 0)]
+    assert results == [(first, 1), (first, 0), (second, 1), (second, 0)]

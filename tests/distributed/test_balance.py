@@ -67,7 +67,7 @@ QUICK = {"fsdp2+cp2, assigned by cost", "ddp2, one micro-batch", "fsdp2+tp2, com
 
 def same_rows(got: Record, wanted: Record) -> Record:
     """`got` with the other's largest loss of a row: rows are assigned again."""
-    metrics = [mine | {"loss_max": other["loss_max"]} for mine, other in zip(got.metrics, wanted.metrics, strict=True)]
+    metrics = [row | {"loss_max": other["loss_max"]} for row, other in zip(got.metrics, wanted.metrics, strict=True)]
     return replace(got, metrics=metrics)
 
 
@@ -103,22 +103,22 @@ DEALT = {"fsdp2": degrees(dp_shard=2), "ddp2": degrees(dp_replicate=2), "fsdp3":
 @pytest.mark.parametrize("layout", ["fsdp2", *slow("ddp2", "fsdp3")])
 @pytest.mark.parametrize("name", COUNTED)
 def test_what_a_step_counts_is_that_of_one_process(pool: WorkerPool, name: str, layout: str) -> None:
-    given = [*DOCUMENTS, *COUNTED[name], "--training.seq_len=7", "--training.global_batch_size=24"]
-    given += ["--training.local_batch_size=4", "--training.steps=3"]
-    wanted = reference(pool, *given)
-    got, *_ = pool.run(3 if layout == "fsdp3" else 2, run_layout, [*given, *DEALT[layout], BALANCED])
+    settings = [*DOCUMENTS, *COUNTED[name], "--training.seq_len=7", "--training.global_batch_size=24"]
+    settings += ["--training.local_batch_size=4", "--training.steps=3"]
+    wanted = reference(pool, *settings)
+    got, *_ = pool.run(3 if layout == "fsdp3" else 2, run_layout, [*settings, *DEALT[layout], BALANCED])
     assert_parity(same_rows(got, wanted), wanted, 1e-10)
 
 
 def faulty(arguments: list[str], fault: str) -> Record:
     def documents(batch: dict[str, torch.Tensor]) -> list[np.ndarray]:
-        found = documents_of_batch(batch)
+        pieces = documents_of_batch(batch)
         if fault == "a document is lost":
-            return found[1:]
+            return pieces[1:]
         if fault == "two documents run together":
-            found.sort(key=len)
-            return [np.concatenate(found[:2]), *found[2:]] if found else found
-        return [np.stack([x[:, 0], np.roll(x[:, 1], 1)], 1) for x in found]  # labels of another token
+            pieces.sort(key=len)
+            return [np.concatenate(pieces[:2]), *pieces[2:]] if pieces else pieces
+        return [np.stack([x[:, 0], np.roll(x[:, 1], 1)], 1) for x in pieces]  # labels of another token
 
     with mock.patch.object(balanced_batches, "documents_of_batch", documents):
         return run_layout(arguments)
@@ -181,7 +181,7 @@ def test_every_document_is_somewhere_once(pool: WorkerPool, ranks: int) -> None:
     results = pool.run(ranks, exchanged)
     for step in range(2):
         batches = [batch for result in results for batch in result[3 * step : 3 * step + 3]]
-        found = [x for batch in batches for x in documents_of_batch(batch)]
+        pieces = [x for batch in batches for x in documents_of_batch(batch)]
         numbers = range(3 * step, 3 * step + 3)
         read = (
             {name: x[0] for name, x in batch.items()}
@@ -190,9 +190,9 @@ def test_every_document_is_somewhere_once(pool: WorkerPool, ranks: int) -> None:
             if number in numbers
         )
         wanted = [x for one in read for x in documents_of_batch({name: x[None] for name, x in one.items()})]
-        assert sorted(map(np.ndarray.tolist, found)) == sorted(map(np.ndarray.tolist, wanted))
+        assert sorted(map(np.ndarray.tolist, pieces)) == sorted(map(np.ndarray.tolist, wanted))
         work = [[cost_of(batch) for batch in result[3 * step : 3 * step + 3]] for result in results]
-        slowest = sum(max(of_micro_batch) for of_micro_batch in zip(*work, strict=True))
+        slowest = sum(max(rank_work) for rank_work in zip(*work, strict=True))
         assert slowest < 1.3 * np.sum(work) / ranks, "what balancing is for"
     moved = 0
     for rank, result in enumerate(results):
@@ -237,11 +237,11 @@ def losses(folder: str, arguments: list[str]) -> tuple[list[float], str]:
 
 @pytest.mark.slow
 def test_a_balanced_run_resumes_where_it_stopped_also_unbalanced(pool: WorkerPool, tmp_path: Path, data: Path) -> None:
-    given = [f"--training.dataset_path={data}", "--lr_scheduler.total_steps=6"]
-    (whole, _), *_ = pool.run(2, losses, str(tmp_path / "whole"), given)
-    (first, _), *_ = pool.run(2, losses, str(tmp_path / "run"), [*given, BALANCED, "--training.steps=3"])
-    (second, _), *_ = pool.run(2, losses, str(tmp_path / "run"), [*given, BALANCED, "--training.steps=5"])
-    (third, _), *_ = pool.run(2, losses, str(tmp_path / "run"), given)
+    settings = [f"--training.dataset_path={data}", "--lr_scheduler.total_steps=6"]
+    (whole, _), *_ = pool.run(2, losses, str(tmp_path / "whole"), settings)
+    (first, _), *_ = pool.run(2, losses, str(tmp_path / "run"), [*settings, BALANCED, "--training.steps=3"])
+    (second, _), *_ = pool.run(2, losses, str(tmp_path / "run"), [*settings, BALANCED, "--training.steps=5"])
+    (third, _), *_ = pool.run(2, losses, str(tmp_path / "run"), settings)
     assert [len(first), len(second), len(third)] == [3, 2, 1]
     np.testing.assert_allclose([*first, *second, *third], whole, rtol=1e-12)
 
@@ -255,7 +255,7 @@ def test_bad_data_of_one_rank_stop_all(pool: WorkerPool, tmp_path: Path, data: P
         file.write(b"\1\1")
     arguments = ["--training.dataset=tokens", f"--training.dataset_path={tokens}", BALANCED, "--training.steps=60"]
     results = pool.run(2, losses, str(tmp_path / "run"), arguments)
-    (message,) = {told for _, told in results}
+    (message,) = {text for _, text in results}
     assert message.startswith(f"{tokens}/shard-00000.bin, document 41, is damaged")
     assert len(results[0][0]) == len(results[1][0]) > 0
 

@@ -1,4 +1,4 @@
-"""Gradients in bfloat16 on several ranks: as near to float32 as those of one bfloat16 process, up to a factor of 2."""
+"""Gradients in bfloat16 on several ranks have at most twice the error of one bfloat16 process, against float32."""
 
 from unittest import mock
 
@@ -29,11 +29,11 @@ CASES = [
 
 def error(record: Record, exact: Record) -> float:
     """Relative error of the first step's gradients, all parameters as one vector: later steps start elsewhere."""
-    mine, theirs = record.gradients[0], exact.gradients[0]
-    assert mine.keys() == theirs.keys()
+    gradients, exact_gradients = record.gradients[0], exact.gradients[0]
+    assert gradients.keys() == exact_gradients.keys()
     squares = [
-        ((mine[name].double() - grad.double()).square().sum(), grad.double().square().sum())
-        for name, grad in theirs.items()
+        ((gradients[name].double() - grad.double()).square().sum(), grad.double().square().sum())
+        for name, grad in exact_gradients.items()
     ]
     difference, size = (torch.stack(column).sum().sqrt().item() for column in zip(*squares, strict=True))
     return difference / size
@@ -56,8 +56,8 @@ def test_bfloat16_gradients_are_as_exact_as_on_one_rank(pool: WorkerPool, layout
 
 
 def relative(record: Record, exact: Record, name: str) -> float:
-    mine, theirs = record.gradients[0][name].double(), exact.gradients[0][name].double()
-    return ((mine - theirs).norm() / theirs.norm()).item()
+    gradient, exact_gradient = record.gradients[0][name].double(), exact.gradients[0][name].double()
+    return ((gradient - exact_gradient).norm() / exact_gradient.norm()).item()
 
 
 _CP4 = ["--parallelism.context_parallel_degree=4", BFLOAT16]
@@ -67,9 +67,9 @@ _SENT_HALF = "--parallelism.context_parallel_gradient_dtype=bfloat16"
 
 
 def test_gradients_of_keys_in_bfloat16(pool: WorkerPool) -> None:
-    """Sums of dK and dV that are sent in bfloat16: half the bytes, and gradients as exact as those of one process."""
+    """Sums of dK and dV sent in bfloat16 take half the bytes, and gradients are as exact as on one process."""
     exact, alone = reference(pool), reference(pool, BFLOAT16)
-    whole, half = (pool.run(4, counted_layout, [*_CP4, *more])[0] for more in ([], [_SENT_HALF]))
+    whole, half = (pool.run(4, counted_layout, [*_CP4, *options])[0] for options in ([], [_SENT_HALF]))
     assert whole[1]["dkv"] == 2 * half[1]["dkv"] > 0
     assert whole[1]["kv"] == half[1]["kv"]
     assert error(half[0], exact) <= 2 * error(alone, exact)
@@ -89,11 +89,11 @@ def test_gradients_that_are_reduced_in_bfloat16(pool: WorkerPool, ranks: int) ->
     """The sum over ranks is rounded after each of them, which costs less than to compute in bfloat16."""
     shards = [BFLOAT16, f"--parallelism.data_parallel_shard_degree={ranks}"]
     exact = pool.run(1, labelled_layout, [])[0]
-    whole, half = (pool.run(ranks, labelled_layout, [*shards, *more])[0] for more in ([], [_REDUCED_HALF]))
-    found = error(whole, exact), error(half, exact), error(half, whole)
-    print(f"{ranks} ranks: {found[0]:.2%} in float32, {found[1]:.2%} in bfloat16, {found[2]:.2%} apart")
-    assert 5e-4 < found[2] < found[0]
-    assert found[1] < 1.3 * found[0]
+    whole, half = (pool.run(ranks, labelled_layout, [*shards, *options])[0] for options in ([], [_REDUCED_HALF]))
+    errors = error(whole, exact), error(half, exact), error(half, whole)
+    print(f"{ranks} ranks: {errors[0]:.2%} in float32, {errors[1]:.2%} in bfloat16, {errors[2]:.2%} apart")
+    assert 5e-4 < errors[2] < errors[0]
+    assert errors[1] < 1.3 * errors[0]
 
 
 def counted_layout(arguments: list[str]) -> tuple[Record, dict[str, int]]:

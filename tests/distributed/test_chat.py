@@ -1,4 +1,4 @@
-"""Law: training on conversations is that of one process on every layout, and packed ones know nothing of each other."""
+"""Law: training on conversations equals one process on every layout, and packed conversations do not see each other."""
 
 import json
 from collections.abc import Iterator

@@ -65,8 +65,8 @@ def test_every_layout_loads_exactly_what_another_saved(pool: WorkerPool, tmp_pat
 
 def samples_after(folder: str, arguments: list[str]) -> list[torch.Tensor]:
     with trainer_in(folder, arguments) as trainer:
-        mine = torch.cat([batch["tokens"] for _ in range(2) for batch in trainer.data.take()])
-        gathered = exchange.all_gather(mine, trainer.dims["dp"])
+        tokens = torch.cat([batch["tokens"] for _ in range(2) for batch in trainer.data.take()])
+        gathered = exchange.all_gather(tokens, trainer.dims["dp"])
         return sorted(row.tolist() for row in gathered.flatten(0, 1))
 
 
@@ -85,13 +85,13 @@ def test_any_number_of_data_parallel_ranks_resumes_with_the_same_samples(pool: W
 
 
 def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, dict, list[int], list[int]]:
-    """Train on while the writer is held up; what is saved must be the state of its own step."""
+    """Train on while the writer waits; the checkpoint must have the state of its own step."""
     trained = threading.Event()
     write = dcp_files.Writer.write_data
 
-    def held_up(writer, *rest):
+    def held_up(writer, *files):
         assert trained.wait(60)
-        return write(writer, *rest)
+        return write(writer, *files)
 
     with trainer_in(folder, [*arguments, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=1"]) as trainer:
         path = Path(folder) / "checkpoint"
@@ -126,7 +126,7 @@ def test_training_does_not_change_what_is_being_written(
 def kept_memory_case(folder: str) -> list[tuple[int, bool]]:
     """Of each of three saves: addresses that are new, and whether the copies are the state of that step."""
     arguments = [*LAYOUTS["fsdp2"][1], "--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.interval=1"]
-    found, known = [], set()
+    results, known = [], set()
     with trainer_in(folder, arguments) as trainer:
         copies = trainer.checkpoint._copies
         assert copies is not None
@@ -139,9 +139,9 @@ def kept_memory_case(folder: str) -> list[tuple[int, bool]]:
             is_it = copies.tensors.keys() == state.keys() and all(
                 same(local_part(copies.tensors[name]), local_part(x)) for name, x in state.items()
             )
-            found.append((len(held - known), is_it))
+            results.append((len(held - known), is_it))
             known |= held
-    return found
+    return results
 
 
 def test_the_memory_of_copies_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
@@ -198,5 +198,5 @@ def stop_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict[s
 @pytest.mark.parametrize("arguments", [["--job.max_minutes=10"], *slow([])], ids=["signals and minutes", "signals"])
 def test_loss_norm_and_stop_are_one_reduction(pool: WorkerPool, tmp_path: Path, arguments) -> None:
     arguments = [*arguments, "--metrics.log_freq=100", "--training.steps=100"]
-    # The other reduction is that of the number of labels, before the backward.
+    # The other reduction adds up the numbers of labels, before the backward.
     assert pool.run(2, stop_case, str(tmp_path), arguments) == [({"all_reduce": 2}, {})] * 2

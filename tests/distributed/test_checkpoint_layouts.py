@@ -36,7 +36,11 @@ assert set(PAIRS) >= QUICK
 
 
 def saving_case(folder: str, arguments: list[str], steps: int) -> tuple[dict, list[float]]:
-    """Load what is there, or train and save; the state then, whole, and the losses of the next steps."""
+    """Load the latest checkpoint, or train and save one.
+
+    Returns:
+        The whole state then, and the losses of the next steps.
+    """
     with trainer_in(folder, arguments) as trainer:
         if not trainer.start_step:
             for step in range(1, steps + 1):
@@ -120,7 +124,7 @@ def planted_case(folder: str, arguments: list[str], fault: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         (
             "surplus",
@@ -132,12 +136,12 @@ def planted_case(folder: str, arguments: list[str], fault: str) -> None:
         ),
     ],
 )
-def test_an_entry_too_many_or_too_few_is_an_error(pool: WorkerPool, tmp_path: Path, fault: str, told: str) -> None:
+def test_an_entry_too_many_or_too_few_is_an_error(pool: WorkerPool, tmp_path: Path, fault: str, message: str) -> None:
     pool.run(1, planted_case, str(tmp_path), MODEL, fault)
     for layout in ("one process", "pp2"):  # no rank of a pipeline has all names
         with pytest.raises(RankFailedError, match="SharedConfigError") as error:
             state_and_losses(pool, layout, tmp_path)
-        assert told in str(error.value)
+        assert message in str(error.value)
         assert "use another with checkpoint.load_step" in str(error.value) or "remove it" in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Laws of the loss in chunks on ranks: parity with the dense loss of one process, and what is communicated for it."""
+"""Laws of the loss in chunks on ranks: parity with the dense loss of one process, and its communication."""
 
 from collections import Counter
 from typing import Any
@@ -109,32 +109,32 @@ def calls_case(arguments: list[str]) -> tuple[Counter[str], Counter[str]]:
 
     with mock.patch.object(chunked_loss_functions.ChunkFunctions, "of", counted), trainer_of(arguments) as trainer:
         trainer.train_step(1)
-        of_step = Counter(calls)
+        step_calls = Counter(calls)
         calls.clear()
         if trainer.pipeline is None:
             (model,), (batch,) = trainer.model_parts, trainer.data.take()[:1]
             with torch.no_grad(), trainer.task.batch_context(batch, trainer.model_parts) as share:
                 trainer.task.losses(model, model(share.inputs, **share.arguments), share.targets)
-        return of_step, Counter(calls)
+        return step_calls, Counter(calls)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "cp2", "tp2"])
 def test_a_step_makes_the_logits_once_and_validation_no_gradient(pool: WorkerPool, layout: str) -> None:
     """But twice where ranks have parts of the vocabulary."""
     world_size, arguments = LAYOUTS[layout]
-    of_step, without = pool.run(world_size, calls_case, [PRECISION, CHUNKED, *arguments])[0]
-    assert of_step.keys() == ({"statistics", "gradient"} if layout == "tp2" else {"at_once"})
+    step_calls, without = pool.run(world_size, calls_case, [PRECISION, CHUNKED, *arguments])[0]
+    assert step_calls.keys() == ({"statistics", "gradient"} if layout == "tp2" else {"at_once"})
     assert without.keys() == {"statistics"}
 
 
 def test_a_pipeline_makes_no_gradient_in_the_forward(pool: WorkerPool) -> None:
     """Several forwards wait for their backward, each with a sum as large as the weight."""
     world_size, arguments = LAYOUTS["pp2"]
-    of_step, _ = pool.run(world_size, calls_case, [PRECISION, CHUNKED, *arguments])[-1]
-    assert of_step["statistics"] == of_step["gradient"] > 0 == of_step["at_once"]
+    step_calls, _ = pool.run(world_size, calls_case, [PRECISION, CHUNKED, *arguments])[-1]
+    assert step_calls["statistics"] == step_calls["gradient"] > 0 == step_calls["at_once"]
 
 
-# ---- what is communicated
+# ---- communication
 
 
 class Collectives(TorchDispatchMode):
@@ -172,7 +172,7 @@ ONE_BATCH = "--training.global_batch_size=4"
 def test_fsdp_gathers_the_weight_once_and_reduces_its_gradient_once(pool: WorkerPool, reshard: list[str]) -> None:
     """Not once a chunk: with 7 chunks as with one, and as without."""
     world_size, arguments = LAYOUTS["fsdp2"]
-    of_chunks = [
+    chunk_counts = [
         pool.run(
             world_size,
             collectives_case,
@@ -180,7 +180,7 @@ def test_fsdp_gathers_the_weight_once_and_reduces_its_gradient_once(pool: Worker
         )[0]
         for tokens in (5, 32, 0)
     ]
-    (seen, _, elements), *others = of_chunks
+    (seen, _, elements), *others = chunk_counts
     gathers = sum(n for (name, size), n in seen.items() if "allgather" in name and size == elements)
     reductions = sum(n for (name, size), n in seen.items() if "reduce_scatter" in name and size == elements // 2)
     # The embedding has as many elements, and is gathered for the forward; its backward does not need it.

@@ -49,7 +49,7 @@ def test_prefetching_gathers_layers_ahead(pool: WorkerPool, tmp_path) -> None:
     plain = pool.run(2, gathered_case, str(tmp_path), layout)[0]
     early = pool.run(2, gathered_case, str(tmp_path), [*layout, *ahead])[0]
     forward = [event for event in plain if "back" not in event][:8]
-    assert forward == [f"{what} {layer}" for layer in range(4) for what in ("gather", "run")]
+    assert forward == [f"{action} {layer}" for layer in range(4) for action in ("gather", "run")]
     assert early.index("gather 2") < early.index("run 0") < early.index("gather 3") < early.index("run 1")
 
 
@@ -139,10 +139,10 @@ def logged_case(folder: str, arguments: list[str]) -> tuple[set[str], set[str]]:
 def test_metrics_wait_behind_no_other_collective(pool: WorkerPool, tmp_path, layout: str) -> None:
     """The next step has begun when they are reduced, and a communicator is a queue."""
     world_size, arguments = LAYOUTS[layout]
-    for of_metrics, others in pool.run(world_size, logged_case, str(tmp_path), arguments):
-        assert len(of_metrics) == 1
+    for metric_groups, others in pool.run(world_size, logged_case, str(tmp_path), arguments):
+        assert len(metric_groups) == 1
         assert others
-        assert not of_metrics & others
+        assert not metric_groups & others
 
 
 def zero_copy_case(folder: str, arguments: list[str]) -> tuple[dict[str, int], dict]:
@@ -170,12 +170,12 @@ def test_buffers_lie_in_the_memory_of_a_group_that_has_some(pool: WorkerPool, tm
     world_size, arguments = LAYOUTS[layout]
     plain = pool.run(world_size, zero_copy_case, str(tmp_path), arguments)
     without = pool.run(world_size, reduced_case, str(tmp_path), [*arguments, "--parallelism.fsdp_zero_copy"], True)
-    found = pool.run(world_size, zero_copy_case, str(tmp_path), [*arguments, "--parallelism.fsdp_zero_copy"])
-    for (buffers, gradients), (none, wanted), (_, of_gloo, _) in zip(found, plain, without, strict=True):
+    results = pool.run(world_size, zero_copy_case, str(tmp_path), [*arguments, "--parallelism.fsdp_zero_copy"])
+    for (buffers, gradients), (none, wanted), (_, gloo_gradients, _) in zip(results, plain, without, strict=True):
         assert none == {}
         assert len(buffers) == 2
         assert "fsdp_reduce_scatter" in buffers
-        for other in (wanted, of_gloo):
+        for other in (wanted, gloo_gradients):
             assert all(torch.equal(gradient, other[name]) for name, gradient in gradients.items())
 
 

@@ -32,13 +32,13 @@ from trainer.runtime.process_group import Process, process_group, set_timeout
 ONE = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1}
 
 
-def degrees_of(world_size: int, **given: int) -> Degrees:
-    parallelism = {KEYS[name].partition(".")[2]: degree for name, degree in (ONE | given).items() if name != "ep"}
-    return resolve_degrees(Parallelism(**parallelism), world_size, given.get("ep"))
+def degrees_of(world_size: int, **degrees: int) -> Degrees:
+    parallelism = {KEYS[name].partition(".")[2]: degree for name, degree in (ONE | degrees).items() if name != "ep"}
+    return resolve_degrees(Parallelism(**parallelism), world_size, degrees.get("ep"))
 
 
 def made_groups(degrees: Degrees, rank: int) -> list[int]:
-    """Return the number of ranks of each group that one rank of a job makes beside that of all ranks."""
+    """Return the sizes of the groups that one rank of a job creates, except the group of all ranks."""
     dist.init_process_group("fake", rank=rank, world_size=degrees.world_size, store=FakeStore())
     try:
         ParallelDims(degrees, "cpu")
@@ -48,7 +48,7 @@ def made_groups(degrees: Degrees, rank: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "given", "sizes"),
+    ("world_size", "settings", "sizes"),
     [
         (8, {"dp_shard": 8}, []),
         (8, {"cp": 8}, []),
@@ -58,9 +58,9 @@ def made_groups(degrees: Degrees, rank: int) -> list[int]:
         (64, {"dp_replicate": 2, "dp_shard": 32}, [2, 32]),
     ],
 )
-def test_a_set_of_ranks_has_one_communicator(world_size: int, given: dict[str, int], sizes: list[int]) -> None:
+def test_a_set_of_ranks_has_one_communicator(world_size: int, settings: dict[str, int], sizes: list[int]) -> None:
     """And all meshes of one rank are one group, which has none."""
-    degrees = degrees_of(world_size, **given)
+    degrees = degrees_of(world_size, **settings)
     for rank in (0, world_size - 1):
         assert made_groups(degrees, rank) == [1, *sizes]
 
@@ -91,10 +91,10 @@ def time_outs_case(degrees: Degrees) -> set[float]:
         late = [dims.own_group("dp_shard", "reduce"), same_ranks(dims["cp"].get_group(), "late")]
         groups = [group for group in _world.pg_map if dist.get_backend(group) != "fake"]
         assert {*late} <= {*groups}
-        found = {group_timeout(group, process.device).total_seconds() for group in groups}
+        timeouts = {group_timeout(group, process.device).total_seconds() for group in groups}
         set_timeout(60)
         last = dist.new_group(use_local_synchronization=True)
-        return found | {group_timeout(last, process.device).total_seconds()}
+        return timeouts | {group_timeout(last, process.device).total_seconds()}
 
 
 def test_a_group_has_the_time_out_that_the_group_of_the_job_has_when_it_is_made(pool: WorkerPool) -> None:
@@ -109,12 +109,12 @@ def groups_case(degrees: Degrees) -> list[tuple[str, list[int], str]]:
     with process_group(process, parse_command_line([]).config.comm):
         dims = ParallelDims(degrees, "cpu")
         set_timeout(60)  # of groups without a communicator too
-        found = {name: (mesh.mesh.tolist(), mesh.get_group()) for name, mesh in dims._meshes.items()}
-        for ranks, group in found.values():
+        groups = {name: (mesh.mesh.tolist(), mesh.get_group()) for name, mesh in dims._meshes.items()}
+        for ranks, group in groups.values():
             assert dist.get_process_group_ranks(group) == ranks
             assert (dist.get_backend(group) == "fake") == (len(ranks) == 1 < process.world_size)
             assert group in _world.pg_map
-        return [(name, ranks, group.group_name) for name, (ranks, group) in found.items()]
+        return [(name, ranks, group.group_name) for name, (ranks, group) in groups.items()]
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def groups_case(degrees: Degrees) -> list[tuple[str, list[int], str]]:
     ids=Degrees.text,
 )
 def test_names_with_the_same_ranks_share_a_group_and_others_do_not(pool: WorkerPool, degrees: Degrees) -> None:
-    for found in pool.run(degrees.world_size, groups_case, degrees):
-        groups = {tuple(ranks): group for _, ranks, group in found}
-        assert all(groups[tuple(ranks)] == group for _, ranks, group in found)
+    for names in pool.run(degrees.world_size, groups_case, degrees):
+        groups = {tuple(ranks): group for _, ranks, group in names}
+        assert all(groups[tuple(ranks)] == group for _, ranks, group in names)
         assert len({*groups.values()}) == len(groups)
 
 
@@ -155,9 +155,9 @@ def collectives_case(folder: str) -> None:
         ):
             pending.wait()
             assert torch.equal(result, wanted)
-        found: list[object] = [None]
-        dist.all_gather_object(found, {"rank": process.rank}, group=group)
-        assert found == [{"rank": process.rank}]
+        gathered: list[object] = [None]
+        dist.all_gather_object(gathered, {"rank": process.rank}, group=group)
+        assert gathered == [{"rank": process.rank}]
 
         shard = distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None)
         assert torch.equal(shard.full_tensor(), x)
@@ -169,16 +169,16 @@ def collectives_case(folder: str) -> None:
         fully_shard(model, mesh=mesh)
         for module in (model, alone):
             module(x).square().sum().backward()
-        for mine, wanted in zip(model.parameters(), alone.parameters(), strict=True):
-            assert torch.equal(mine.grad.full_tensor(), wanted.grad)
+        for ours, wanted in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours.grad.full_tensor(), wanted.grad)
 
-        of_rank = f"{folder}/{process.rank}"
+        rank_folder = f"{folder}/{process.rank}"
         before = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
-        dcp.save(dict(model.named_parameters()), checkpoint_id=of_rank, process_group=group)
+        dcp.save(dict(model.named_parameters()), checkpoint_id=rank_folder, process_group=group)
         with torch.no_grad():
             for p in model.parameters():
                 p.to_local().zero_()
-        dcp.load(dict(model.named_parameters()), checkpoint_id=of_rank, process_group=group)
+        dcp.load(dict(model.named_parameters()), checkpoint_id=rank_folder, process_group=group)
         assert all(torch.equal(p.full_tensor(), before[name]) for name, p in model.named_parameters())
         assert dims.host_group("cp", None) is group
 

@@ -1,4 +1,4 @@
-"""Laws of torch.compile: every gradient is that of the single eager process, and all blocks share one graph."""
+"""Laws of torch.compile: every gradient equals the single eager process, and all blocks share one graph."""
 
 import contextlib
 import io
@@ -185,10 +185,10 @@ def test_a_smaller_budget_keeps_less_and_attention_is_not_communicated_again(poo
 
 @pytest.mark.slow
 def test_the_compiler_recomputes_every_second_layer_of_tensor_parallelism(pool: WorkerPool) -> None:
-    """A recomputed block and one that is not are two graphs, and what is kept lies in the middle."""
+    """Recomputed blocks and other blocks are two graphs; kept memory lies halfway between recomputing all and none."""
     arguments = ["--compile.enable", "--compile.backend=aot_eager", *LAYOUTS["tp2"][1]]
     selective = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
-    kept = [pool.run(2, kept_case, [*arguments, *more])[0][0] for more in (FULL, selective, [])]
+    kept = [pool.run(2, kept_case, [*arguments, *options])[0][0] for options in (FULL, selective, [])]
     assert kept[0] < kept[1] < kept[2]
     assert kept[1] == pytest.approx((kept[0] + kept[2]) / 2, rel=0.1)
     record, counts = pool.run(2, compiled_case, [PRECISION, "--compile.backend=aot_eager", *arguments, *selective])[0]
@@ -261,7 +261,7 @@ def test_code_that_another_compiled_is_not_taken(pool: WorkerPool, tmp_path: Pat
         world_size, arguments = LAYOUTS[layout]
         results = pool.run(world_size, cached_case, str(tmp_path), [*loss, *arguments])
         assert_parity(results[0][0], reference(pool, PRECISION), 1e-10)
-        assert [found for _, found in results] == [hits] * world_size
+        assert [hits_of_rank for _, hits_of_rank in results] == [hits] * world_size
 
 
 @pytest.mark.parametrize(("rank", "groups"), [(1, "2 3"), (0, "2 4")], ids=["another rank", "another job"])
@@ -282,7 +282,7 @@ def test_graphs_are_counted(pool: WorkerPool) -> None:
 
 
 def settings_case() -> tuple[dict[str, bool], bool, float]:
-    """What the compiler is told with each function, and in the context of a step."""
+    """Return the options of torch.compile for a function, and the compiler's settings in the context of a step."""
     words = [
         "--parallelism.tensor_parallel_degree=2",
         "--parallelism.enable_async_tensor_parallel",

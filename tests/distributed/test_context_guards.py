@@ -1,4 +1,4 @@
-"""What the context, the operator and the style refuse, each in one sentence; and that what is right beside it works."""
+"""Each refusal of the context, the operator and the style is one sentence, and similar valid uses work."""
 
 import copy
 import io
@@ -140,7 +140,7 @@ def settings_body(mesh: DeviceMesh, refused: Refusals) -> None:
 
 
 def calls_body(mesh: DeviceMesh, refused: Refusals) -> None:
-    module, mine = parallel_attention(mesh), torch.randn(1, 2, 4, 4)
+    module, x = parallel_attention(mesh), torch.randn(1, 2, 4, 4)
 
     def call(options: ContextParallelOptions, heads: int, scale: float | None = None) -> torch.Tensor:
         with context_parallel(mesh, **sequence(), options=options) as cp:
@@ -161,10 +161,10 @@ def calls_body(mesh: DeviceMesh, refused: Refusals) -> None:
             return module(q, q, q, plan=cp.attention_plan)
 
         with forward_ad.dual_level():
-            dual = forward_ad.make_dual(mine, mine)
+            dual = forward_ad.make_dual(x, x)
             refused("no forward-mode derivative", lambda: attend(dual))
-        refused("no forward-mode derivative", lambda: torch.func.jvp(attend, (mine,), (mine,)))
-        attend(mine)
+        refused("no forward-mode derivative", lambda: torch.func.jvp(attend, (x,), (x,)))
+        attend(x)
 
 
 def hybrid_body(mesh: DeviceMesh, refused: Refusals) -> None:
@@ -199,9 +199,9 @@ def sequences_body(mesh: DeviceMesh, refused: Refusals) -> None:
     both = torch.arange(32).reshape(2, 16)
     views = [both[:, :8], both[:, 8:]]  # tokens and labels of one storage
     with context_parallel(mesh, buffers=views, buffer_seq_dims=[1, 1]) as cp:
-        mine = torch.from_numpy(cp.layout.indices(rank))
+        own_rows = torch.from_numpy(cp.layout.indices(rank))
         for part, x in enumerate(views):
-            assert torch.equal(x, torch.stack([mine, mine + 16]) + 8 * part)
+            assert torch.equal(x, torch.stack([own_rows, own_rows + 16]) + 8 * part)
         module(pair, pair, pair, plan=cp.attention_plan)
     assert torch.equal(torch.cat(views, dim=1), torch.arange(32).reshape(2, 16))
 
@@ -223,7 +223,7 @@ def test_what_would_be_silently_wrong_is_one_sentence(
 
 
 def rows_case(order: str) -> float:
-    """Error of attention under a mask for each sequence, with buffers of another order, beside a rotary table."""
+    """Return the error of attention with a mask for each sequence, buffers of another order, and a rotary table."""
     process = Process.from_environment()
     masks = [documents([3, 5], is_causal=True), causal(8), documents([8, 0])]
     q = torch.randn(3, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -239,14 +239,14 @@ def rows_case(order: str) -> float:
             "rotary first": ([table[:8].clone(), q.clone()], [0, 2]),
         }[order]
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, mask=by_sequence(masks), sequences=3) as cp:
-            mine = torch.from_numpy(cp.layout.indices(process.rank))
-            part = q[:, :, mine]
+            own_rows = torch.from_numpy(cp.layout.indices(process.rank))
+            part = q[:, :, own_rows]
             assert any(torch.equal(x, part) or torch.equal(x, part.permute(2, 0, 1, 3)) for x in buffers)
             out = module(part, part, part, plan=cp.attention_plan)
         with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, mask=by_sequence(masks)) as cp:
-            assert len(cp.attention_plan) == 3  # as many as the mask tells apart
+            assert len(cp.attention_plan) == 3  # the different rows of the mask
             module(part, part, part, plan=cp.attention_plan)
-    return ((out - wanted[:, :, mine]).norm() / wanted.norm()).item()
+    return ((out - wanted[:, :, own_rows]).norm() / wanted.norm()).item()
 
 
 @pytest.mark.parametrize("order", ["sequence first", "heads first", "rotary first"])
@@ -278,14 +278,14 @@ def test_a_parallelised_module_can_be_copied_pickled_and_saved(pool: WorkerPool)
     assert pool.run(2, copies_case) == [[True] * 4] * 2
 
 
-def consistency_case(what: str, check: bool) -> str:
+def consistency_case(fault: str, check: bool) -> str:
     """The message of a context in which rank 2 differs from the others."""
     process = Process.from_environment()
     odd = process.rank == 2
     with process_group(process, parse_command_line([]).config.comm):
-        tokens = torch.arange(24).reshape(2, 12) + (odd and what == "batch")
-        options = ContextParallelOptions(load_balancer="contiguous" if odd and what == "layout" else "head_tail")
-        mask: Mask = documents([5, 7] if odd and what == "mask" else [6, 6])
+        tokens = torch.arange(24).reshape(2, 12) + (odd and fault == "batch")
+        options = ContextParallelOptions(load_balancer="contiguous" if odd and fault == "layout" else "head_tail")
+        mask: Mask = documents([5, 7] if odd and fault == "mask" else [6, 6])
         buffers: dict = {"buffers": [tokens], "buffer_seq_dims": [1], "local_attention": True}
         try:
             with context_parallel(mesh_of_all(process), **buffers, mask=mask, options=options, check_consistency=check):
@@ -294,10 +294,10 @@ def consistency_case(what: str, check: bool) -> str:
             return str(error)
 
 
-@pytest.mark.parametrize("what", ["batch", "layout", "mask"])
-def test_a_rank_that_differs_is_named_before_anything_is_sent(pool: WorkerPool, what: str) -> None:
-    for message in pool.run(4, consistency_case, what, True):
-        assert f"the same {'batch' if what == 'batch' else 'plan'}" in message
+@pytest.mark.parametrize("fault", ["batch", "layout", "mask"])
+def test_a_rank_that_differs_is_named_before_anything_is_sent(pool: WorkerPool, fault: str) -> None:
+    for message in pool.run(4, consistency_case, fault, True):
+        assert f"the same {'batch' if fault == 'batch' else 'plan'}" in message
         assert "rank(s) [2] of the group differ" in message
         assert len(message.splitlines()) == 1
 

@@ -191,8 +191,8 @@ def strides_case(method: str) -> list[float]:
         mesh = mesh_of_all(process)
         options = ContextParallelOptions(method)
         layout = options.layout(24, mesh.size())
-        mine = torch.from_numpy(layout.indices(process.rank))
-        *shards, cotangent = (x[:, :, mine].to(process.device) for x in case.inputs())
+        own_rows = torch.from_numpy(layout.indices(process.rank))
+        *shards, cotangent = (x[:, :, own_rows].to(process.device) for x in case.inputs())
         results = []
         odd = [
             lambda x: x,

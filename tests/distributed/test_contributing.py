@@ -14,7 +14,7 @@ from tests.distributed.pool import WorkerPool
 
 
 def direct(needs: Needs, rank: int) -> Schedule:
-    """Return stages of which each fetches the K/V of one other rank from it, and gives the gradients back to it."""
+    """Return stages that each fetch the K/V of one other rank directly, and send its gradients back."""
     degree, own = needs.degree, needs.kv_ranges[rank]
     local = Stage(own, needs.tiles(rank, own))
     forward, backward = [local], [local]

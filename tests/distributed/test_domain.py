@@ -37,16 +37,16 @@ def transfers() -> list[str]:
         for mesh, seed in itertools.product(all_meshes, range(6)):
             rng = random.Random(seed)
             domain, other = random_domain(rng, mesh), random_domain(rng, mesh)
-            mine = local(x, domain)
-            there = transfer.reshard(DomainTensor(mine, domain), {d: a.layout for d, a in other.axes.items()})
+            shard = local(x, domain)
+            there = transfer.reshard(DomainTensor(shard, domain), {d: a.layout for d, a in other.axes.items()})
             back = transfer.reshard(there, {d: axis.layout for d, axis in domain.axes.items()})
             whole = transfer.gather(there)
             source = {dim: rng.randrange(axis.degree) for dim, axis in domain.axes.items()}
             has = all(axis.rank == source[dim] for dim, axis in domain.axes.items())
             cut = transfer.scatter(x if has else None, domain, SHAPE, x.dtype, source=source)
             parts = transfer.read(x.numpy(), domain)
-            pairs = {"there": (there.local, local(x, other)), "back": (back.local, mine), "whole": (whole.local, x)}
-            pairs |= {"cut": (cut, mine), "read": (parts, mine)}
+            pairs = {"there": (there.local, local(x, other)), "back": (back.local, shard), "whole": (whole.local, x)}
+            pairs |= {"cut": (cut, shard), "read": (parts, shard)}
             wrong += [f"{name}, seed {seed}" for name, pair in pairs.items() if not torch.equal(*pair)]
             wrong += ["domain"] * bool(whole.domain.axes)
     return wrong
@@ -171,7 +171,7 @@ OPERATORS = {
 
 def compiled_operators() -> dict[str, object]:
     """Largest difference of compiled and eager code for each operator, or what torch.compile said."""
-    found: dict[str, object] = {}
+    errors: dict[str, object] = {}
     with meshes() as all_meshes:
         domain = Domain({2: Axis(sized([6, 3]), all_meshes[0].get_group())})
         x = local(noise(2, 4, 9, 10), domain).requires_grad_()
@@ -183,8 +183,8 @@ def compiled_operators() -> dict[str, object]:
 
             results = [f(x) for f in (run, torch.compile(run, backend="aot_eager", fullgraph=True))]
             gradients = [torch.autograd.grad(y, x, noise(*y.shape, seed=3))[0] for y in results]
-            found[name] = max((a - b).abs().max().item() for a, b in (results, gradients))
-    return found
+            errors[name] = max((a - b).abs().max().item() for a, b in (results, gradients))
+    return errors
 
 
 def refusals() -> list[str]:
@@ -274,9 +274,9 @@ def test_compiled_code_agrees(pool: WorkerPool) -> None:
 
 @pytest.mark.slow
 def test_every_operator_compiles(pool: WorkerPool) -> None:
-    for found in pool.run(2, compiled_operators):
-        assert found.keys() == OPERATORS.keys()
-        assert {name: error for name, error in found.items() if not error <= 1e-12} == {}
+    for errors in pool.run(2, compiled_operators):
+        assert errors.keys() == OPERATORS.keys()
+        assert {name: error for name, error in errors.items() if not error <= 1e-12} == {}
 
 
 def test_a_wrong_use_is_refused_on_every_rank(pool: WorkerPool) -> None:

@@ -1,4 +1,4 @@
-"""Law: convolutions over sharded axes equal those of one process, whatever the options and the layout."""
+"""Law: convolutions over sharded axes equal one process, whatever the options and the layout."""
 
 import random
 from functools import partial
@@ -58,7 +58,7 @@ def draw_conv(rng: random.Random) -> DomainCase:
 
 
 def whole_transposed(x, weight, bias=None, *, pads, stride, dilation, output_padding, groups):
-    """All outputs, of which the padding is cut; output padding comes behind."""
+    """Return all outputs without the padding; output padding is appended at the end."""
     y = TRANSPOSED[len(pads)](x, weight, None, stride, 0, 0, groups, dilation)
     for axis, (before, after) in enumerate(pads):
         dim = y.ndim - len(pads) + axis

@@ -1,4 +1,4 @@
-"""Law: after `average_gradients` the gradients of a model on shards are those of one process, whatever wraps it."""
+"""Law: after `average_gradients` the gradients of a model on shards equal one process, whatever wraps it."""
 
 from collections.abc import Callable
 
@@ -103,15 +103,15 @@ def hooked_steps() -> float:
     with meshes() as (mesh, *_):
         domain = Domain({2: Axis(sized([3, 6]), mesh.get_group())})
         x = torch.randn(4, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        mine = local(x.detach(), domain).requires_grad_()
+        shard = local(x.detach(), domain).requires_grad_()
         theirs, ours = network(), network()
         for model in (theirs, ours):
             for module in model:
                 module.register_full_backward_hook(lambda _, into, out: (into[0] * (1 + out[0].norm()),))
-        parallelize(ours, DomainTensor(mine, domain))
+        parallelize(ours, DomainTensor(shard, domain))
         theirs(x).square().mean().backward()
-        ours(DomainTensor(mine, domain)).square().mean().local.backward(torch.tensor(0.5, dtype=torch.float64))
-        errors = [error(mine.grad, local(x.grad, domain))]
+        ours(DomainTensor(shard, domain)).square().mean().local.backward(torch.tensor(0.5, dtype=torch.float64))
+        errors = [error(shard.grad, local(x.grad, domain))]
         for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
             dist.all_reduce(p.grad)
             errors.append(error(p.grad, q.grad))
@@ -123,8 +123,8 @@ def test_hooks_of_modules_get_whole_gradients(pool: WorkerPool) -> None:
 
 
 def odd_ones() -> dict[str, object]:
-    """What happens to parameters without a gradient, and what is refused."""
-    found: dict[str, object] = {}
+    """Return the gradients of parameters that lacked one, and the messages of refusals."""
+    results: dict[str, object] = {}
     with meshes() as (mesh, *_):
         rank = mesh.get_rank()
         model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), *map(torch.ones, (3, 4))])
@@ -132,7 +132,7 @@ def odd_ones() -> dict[str, object]:
         if rank:
             model[1].grad = torch.full((3,), 8.0)
         average_gradients(model, mesh)
-        found["gradients"] = [None if p.grad is None else p.grad.tolist() for p in model]
+        results["gradients"] = [None if p.grad is None else p.grad.tolist() for p in model]
         divided = fsdp(mesh, network())
         divided.set_gradient_divide_factor(1.0)
         old = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
@@ -140,19 +140,19 @@ def odd_ones() -> dict[str, object]:
         for name, wrong in {"divisor": divided, "FSDP1": nn.Sequential(old)}.items():
             with pytest.raises(ValueError) as error:
                 average_gradients(wrong, mesh)
-            found[name] = str(error.value)
-    return found
+            results[name] = str(error.value)
+    return results
 
 
 def test_odd_parameters_and_wrappers(pool: WorkerPool) -> None:
-    for found in pool.run(2, odd_ones):
-        assert found["gradients"] == [[4.0] * 2, [4.0] * 3, None]
-        assert "divides gradients by 1.0, so they are no mean over its ranks" in found["divisor"]
-        assert "module 0 is of FSDP1" in found["FSDP1"]
+    for results in pool.run(2, odd_ones):
+        assert results["gradients"] == [[4.0] * 2, [4.0] * 3, None]
+        assert "divides gradients by 1.0, so they are no mean over its ranks" in results["divisor"]
+        assert "module 0 is of FSDP1" in results["FSDP1"]
 
 
 def half_wrapped() -> str:
-    """What is said of a wrapper that has two of the four ranks of a mesh dimension."""
+    """Return the message about a wrapper that has two of the four ranks of a mesh dimension."""
     with meshes() as (mesh, square):
         with pytest.raises(ValueError) as error:
             average_gradients(DistributedDataParallel(network(), process_group=square.get_group(1)), mesh)

@@ -50,7 +50,7 @@ def domain_on(mesh: DeviceMesh, width: int = SHAPE[3]) -> Domain:
     return Domain(dict([(2, Axis(sized([11, 21]), h)), *columns]))
 
 
-def of_pieces(mesh: DeviceMesh, _: int) -> Domain:
+def piece_domain(mesh: DeviceMesh, _: int) -> Domain:
     """Of two ranks the first has the ends, the second the middle."""
     layout = AxisLayout("pieces", 32, (((0, 5), (25, 32)), ((5, 25),)))
     return Domain({2: Axis(layout, mesh.get_all_groups()[0])})
@@ -66,19 +66,19 @@ def compare(name: str, mesh: DeviceMesh, domain: Domain, fault: bool) -> dict[st
     x = torch.randn(case.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     whole, shard = x.clone().requires_grad_(), local(x, domain).requires_grad_()
     sharded = DomainTensor(shard, domain)
-    told = outputs(parallelize(ours, sharded, *case.others)) if case.checked else None
+    predicted = outputs(parallelize(ours, sharded, *case.others)) if case.checked else None
     errors = {"keys": float([*ours.state_dict()] != keys)}
     expected, got = run(theirs, whole, case.others), run(ours, sharded, case.others)
-    for number, (a, b, meta) in enumerate(zip(got, expected, told or got, strict=True)):
+    for number, (a, b, meta) in enumerate(zip(got, expected, predicted or got, strict=True)):
         errors[f"output {number}"] = error(a.local, local(b, a.domain).detach(), b)
         errors[f"told {number}"] = float((meta.domain, meta.shape, meta.dtype) != (a.domain, a.shape, a.dtype))
     cotangents = [torch.randn(b.shape, dtype=b.dtype, generator=torch.Generator().manual_seed(2)) for b in expected]
     sum((b * c).sum() for b, c in zip(expected, cotangents, strict=True)).backward()
-    # What every rank has whole counts once a rank, so each takes its share.
-    mine = [share(c, a.domain, domain) for a, c in zip(got, cotangents, strict=True)]
+    # An output that every rank has whole counts once a rank, so each rank takes its share.
+    local_cotangents = [share(c, a.domain, domain) for a, c in zip(got, cotangents, strict=True)]
     lost = mock.patch.object(sharded_rows, "all_to_all", nothing_arrives) if fault else nullcontext()
     with lost:
-        sum((a.local * c).sum() for a, c in zip(got, mine, strict=True)).backward()
+        sum((a.local * c).sum() for a, c in zip(got, local_cotangents, strict=True)).backward()
     errors["gradient of the input"] = error(shard.grad, local(whole.grad, domain), whole.grad)
     scale = torch.stack([p.grad.norm() for p in theirs.parameters() if p.grad is not None]).max()
     for (key, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
@@ -86,7 +86,7 @@ def compare(name: str, mesh: DeviceMesh, domain: Domain, fault: bool) -> dict[st
             errors[f"no gradient of {key}"] = float(p.grad is not None)
             continue
         torch.distributed.all_reduce(p.grad)
-        # A gradient that is zero but for rounding, as of a bias before a norm, is compared with the largest one.
+        # A gradient may be zero up to rounding, as for a bias before a norm. Compare it with the largest gradient.
         errors[f"gradient of {key}"] = error(p.grad, q.grad, q.grad if q.grad.norm() > 1e-9 * scale else scale)
     for (key, a), b in zip(ours.named_buffers(), theirs.buffers(), strict=True):
         a, b = a.double(), b.double()
@@ -95,11 +95,11 @@ def compare(name: str, mesh: DeviceMesh, domain: Domain, fault: bool) -> dict[st
 
 
 def share(cotangent: torch.Tensor, result: Domain, domain: Domain) -> torch.Tensor:
-    mine = local(cotangent, result)
+    local_cotangent = local(cotangent, result)
     for axis in domain.axes.values():
         if all(a.group is not axis.group for a in result.axes.values()):
-            mine = mine * (axis.rank + 1) / sum(range(axis.degree + 1))
-    return mine
+            local_cotangent = local_cotangent * (axis.rank + 1) / sum(range(axis.degree + 1))
+    return local_cotangent
 
 
 all_to_all = door.all_to_all
@@ -111,7 +111,7 @@ def nothing_arrives(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, door.Pendi
     return torch.zeros_like(received), door.Pending()
 
 
-DOMAINS: dict[str, Callable[[DeviceMesh, int], Domain]] = {"sizes": domain_on, "pieces": of_pieces}
+DOMAINS: dict[str, Callable[[DeviceMesh, int], Domain]] = {"sizes": domain_on, "pieces": piece_domain}
 
 
 def models(names: list[str], layout: str, fault: bool = False) -> dict[str, dict[str, float]]:
@@ -122,8 +122,8 @@ def models(names: list[str], layout: str, fault: bool = False) -> dict[str, dict
 
 
 def check(results: list[dict[str, dict[str, float]]]) -> None:
-    for found in results:
-        for name, errors in found.items():
+    for errors_by_model in results:
+        for name, errors in errors_by_model.items():
             assert len(errors) > 5, name
             assert {key: value for key, value in errors.items() if not value <= TOLERANCE} == {}, name
 
@@ -148,15 +148,15 @@ def test_models_equal_one_process_with_two_ranges_a_rank(pool: WorkerPool, name:
 
 @pytest.mark.slow
 def test_the_comparison_sees_that_gradients_of_halos_are_lost(pool: WorkerPool) -> None:
-    for found in pool.run(2, models, ["resnet"], "sizes", True):
-        errors = found["resnet"]
+    for errors_by_model in pool.run(2, models, ["resnet"], "sizes", True):
+        errors = errors_by_model["resnet"]
         assert errors["output 0"] <= TOLERANCE
         assert errors["gradient of the input"] > 1e-3
         assert max(value for key, value in errors.items() if key.startswith("gradient of e")) > 1e-3
 
 
 class Refused(nn.Module):
-    """A model of which one submodule has no rule."""
+    """A model with one submodule that has no rule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,48 +174,48 @@ def preparations() -> dict[str, Any]:
         domain = domain_on(mesh)
         x = DomainTensor(local(torch.ones(SHAPE), domain), domain)
         door.calls.clear()
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         refused = Refused()
         with pytest.raises(DomainOperatorError) as error:
             parallelize(refused, x)
-        found["refused"] = str(error.value)
-        found["statistics"] = int(refused.blocks[0].num_batches_tracked)
-        found["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in refused.modules())
+        results["refused"] = str(error.value)
+        results["statistics"] = int(refused.blocks[0].num_batches_tracked)
+        results["hooks"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in refused.modules())
         with pytest.raises(DomainOperatorError) as error:
             parallelize(MODELS["latents"].make(), x)
-        found["value"] = str(error.value)
+        results["value"] = str(error.value)
         model = Circular()
         parameters = [*model.named_parameters()]
         y = parallelize(model, x)
-        found["classes"] = [type(layer).__name__ for layer in model.layers]
-        found["parameters"] = all(a[1] is b[1] for a, b in zip(parameters, model.named_parameters(), strict=True))
-        found["output"] = (y.is_meta, tuple(y.shape), y.domain.axes[2].layout.ranges)
-        found["calls"] = sum(door.calls.values())
+        results["classes"] = [type(layer).__name__ for layer in model.layers]
+        results["parameters"] = all(a[1] is b[1] for a, b in zip(parameters, model.named_parameters(), strict=True))
+        results["output"] = (y.is_meta, tuple(y.shape), y.domain.axes[2].layout.ranges)
+        results["calls"] = sum(door.calls.values())
         one = nn.Conv2d(3, 3, 3, padding="same", padding_mode="circular")
         parallelize(one, x)
-        found["layout"] = one(x).domain == x.domain
-        found["whole"] = torch.equal(one(torch.ones(SHAPE)), nn.Conv2d.forward(one, torch.ones(SHAPE)))
-        return found
+        results["layout"] = one(x).domain == x.domain
+        results["whole"] = torch.equal(one(torch.ones(SHAPE)), nn.Conv2d.forward(one, torch.ones(SHAPE)))
+        return results
 
 
 def test_what_parallelize_says_before_any_data(pool: WorkerPool) -> None:
-    for found in pool.run(2, preparations):
-        assert found["refused"].startswith(
+    for results in pool.run(2, preparations):
+        assert results["refused"].startswith(
             "module blocks.1.1: local_response_norm of a tensor of shape (2, 4, 32, 40), sharded in dimension 2, is "
             "not handled: it has no rule for sharded axes; call it on `gather`ed tensors, or give it a rule"
         )
-        assert found["value"].startswith("module model: the forward reads the value of a tensor (Tensor.item()")
-        assert "run the model without `parallelize`" in found["value"]
-        assert found["classes"] == ["Conv2d", "DomainConv2d", "DomainConv2d", "Conv2d"]
-        assert found["parameters"]
-        assert found["output"] == (True, SHAPE, (((0, 11),), ((11, 32),)))
-        assert (found["calls"], found["statistics"], found["hooks"]) == (3, 0, 0)  # a hash of each call
-        assert found["layout"]
-        assert found["whole"]
+        assert results["value"].startswith("module model: the forward reads the value of a tensor (Tensor.item()")
+        assert "run the model without `parallelize`" in results["value"]
+        assert results["classes"] == ["Conv2d", "DomainConv2d", "DomainConv2d", "Conv2d"]
+        assert results["parameters"]
+        assert results["output"] == (True, SHAPE, (((0, 11),), ((11, 32),)))
+        assert (results["calls"], results["statistics"], results["hooks"]) == (3, 0, 0)  # a hash of each call
+        assert results["layout"]
+        assert results["whole"]
 
 
 class Hooked(nn.Module):
-    """A convolution, and a head of what is whole."""
+    """A convolution, and a head on a tensor that every rank has whole."""
 
     def __init__(self, use_reentrant: bool | None = None) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Swish(torch.autograd.Function):
 
 
 def lost_gradients() -> dict[str, str]:
-    """What is said where torch would lose gradients or not run hooks: by `parallelize`, and at the first use."""
+    """Return the errors of uses that lose gradients or skip hooks in torch, by `parallelize` and at the first use."""
     said = {}
     with meshes() as all_meshes:
         domain = domain_on(all_meshes[-1])
@@ -278,7 +278,7 @@ def test_what_loses_gradients_is_refused(pool: WorkerPool) -> None:
 
 
 class Drops(nn.Module):
-    """Dropout of what is whole on every rank."""
+    """Dropout of a tensor that every rank has whole."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -327,7 +327,7 @@ def test_inputs_that_ranks_describe_differently_are_refused(pool: WorkerPool) ->
 
 
 def attention_modules() -> dict[str, float]:
-    """NeighborhoodAttention on sharded and whole tensors, of which only the keys are sharded too."""
+    """Return errors of NeighborhoodAttention on sharded tensors, and on mixtures of sharded and whole tensors."""
     errors = {}
     with meshes() as all_meshes:
         domain = domain_on(all_meshes[-1])
@@ -339,8 +339,8 @@ def attention_modules() -> dict[str, float]:
         module = NeighborhoodAttention((5, 3), is_causal=(True, False))
         expected, shards = module(q, k, v), [local(t, Domain(axes)) for t in (q, k, v)]
         sharded = [DomainTensor(t, Domain(axes)) for t in shards]
-        for name, given in {"all": sharded, "keys": [q, *sharded[1:]], "queries": [sharded[0], k, v]}.items():
-            y = module(*given)
+        for name, inputs in {"all": sharded, "keys": [q, *sharded[1:]], "queries": [sharded[0], k, v]}.items():
+            y = module(*inputs)
             errors[name] = error(y.local, local(expected, y.domain), expected)
         first = next(iter(axes.values()))
         one = Domain({0: Axis(sized([0, 1] + [0] * (first.degree - 2)), first.group)})

@@ -79,7 +79,7 @@ def refusals() -> list[str]:
 
 
 def draw_3d(rng: random.Random) -> DomainCase:
-    """Of which every spatial dimension is sharded."""
+    """Draw a case whose spatial dimensions are all sharded."""
     shape = (2, 4, rng.randint(3, 6), rng.randint(3, 7), rng.randint(4, 6))
     if rng.random() < 0.5:
         return DomainCase(

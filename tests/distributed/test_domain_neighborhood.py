@@ -1,4 +1,4 @@
-"""Law: neighbourhood attention over sharded axes equals dense attention under NATTEN's mask, and sends what is seen."""
+"""Law: neighbourhood attention on shards equals dense attention under NATTEN's mask, and sends seen rows only."""
 
 import random
 from dataclasses import dataclass, replace
@@ -168,7 +168,7 @@ def place(rng: random.Random, mesh, case: Case) -> Domain:
 
 def cases(seeds: range, most: int = 1 << 20, change: int = 0) -> list[tuple[float, str]]:
     """Compare each case; most: elements of a mask; change: of the oracle's kernels, so that nothing should agree."""
-    found = []
+    failures = []
     with meshes() as all_meshes, pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighborhood, "_MASK_ELEMENTS", most)
         for seed in seeds:
@@ -177,13 +177,13 @@ def cases(seeds: range, most: int = 1 << 20, change: int = 0) -> list[tuple[floa
             domain = place(rng, rng.choice(all_meshes), case)
             kernels = (max(hood.kernel - change, 1) for hood in case.hoods)
             hoods = (h._replace(kernel=k, stride=min(h.stride, k)) for h, k in zip(case.hoods, kernels, strict=True))
-            told = f"seed {seed}: {case}, { ({d: axis.layout.ranges for d, axis in domain.axes.items()}) }"
+            description = f"seed {seed}: {case}, { ({d: axis.layout.ranges for d, axis in domain.axes.items()}) }"
             try:
                 errors = compare(case, domain, seed, replace(case, hoods=tuple(hoods)))
             except Exception as reason:
-                raise RuntimeError(told) from reason
-            found += [(value, f"{name}, {told}") for name, value in errors.items() if not value <= TOLERANCE]
-    return sorted(found, reverse=True)[:5]
+                raise RuntimeError(description) from reason
+            failures += [(value, f"{name}, {description}") for name, value in errors.items() if not value <= TOLERANCE]
+    return sorted(failures, reverse=True)[:5]
 
 
 @pytest.mark.parametrize("world_size", [3, 4, *slow(1, 2)])
@@ -215,7 +215,7 @@ FIXED = [  # spatial, sizes of each mesh dimension, kernel, dilation, causal; on
 
 
 def fixed_cases(ndim: int) -> list[tuple[float, str]]:
-    found = []
+    failures = []
     with meshes() as all_meshes:
         groups = next(mesh for mesh in all_meshes if mesh.ndim == ndim).get_all_groups()
         for spatial, sizes, *hood in FIXED:
@@ -224,8 +224,8 @@ def fixed_cases(ndim: int) -> list[tuple[float, str]]:
             kernel, dilation, causal = hood
             case = Case(spatial, (Neighborhood(kernel, dilation, 1, causal),) * len(spatial), (4, 2), (4, 4), None)
             axes = {d: Axis(sized(part), group) for d, (part, group) in enumerate(zip(sizes, groups, strict=True), 1)}
-            found += [(e, f"{n} {spatial} {sizes}") for n, e in compare(case, Domain(axes), 0, case).items()]
-    return found
+            failures += [(e, f"{n} {spatial} {sizes}") for n, e in compare(case, Domain(axes), 0, case).items()]
+    return failures
 
 
 @pytest.mark.parametrize(("world_size", "ndim"), [(3, 1), (4, 2)])

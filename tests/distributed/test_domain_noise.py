@@ -64,7 +64,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 
 def draws() -> dict[str, list[float]]:
     """Errors of each function's result and gradient, on random layouts, against one tensor that is whole."""
-    found: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}
     rng, x = random.Random(1), torch.randn(SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with meshes() as all_meshes:
         for number, (name, function) in enumerate(FUNCTIONS.items()):
@@ -80,18 +80,18 @@ def draws() -> dict[str, list[float]]:
                 results.append(gather(y).local)
                 (results[-1] * results[0].detach().cos()).sum().backward()
             copies = mesh.size()  # what every rank has whole counts once a rank
-            found[name] = [
+            errors[name] = [
                 error(results[1], results[0]),
                 error(leaves[1].grad / copies, local(leaves[0].grad, domain), leaves[0].grad),
             ]
-    return found
+    return errors
 
 
 @pytest.mark.parametrize("world_size", [3, *slow(1, 2, 4)])
 def test_every_layout_draws_the_same(pool: WorkerPool, world_size: int) -> None:
-    for found in pool.run(world_size, draws):
-        assert found.keys() == FUNCTIONS.keys()
-        assert {name: errors for name, errors in found.items() if max(errors) > 1e-12} == {}
+    for errors_of_rank in pool.run(world_size, draws):
+        assert errors_of_rank.keys() == FUNCTIONS.keys()
+        assert {name: errors for name, errors in errors_of_rank.items() if max(errors) > 1e-12} == {}
 
 
 SCHEDULERS = {

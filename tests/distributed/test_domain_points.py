@@ -1,4 +1,4 @@
-"""Law: neighbours of sharded points are those of all points, however they are divided; features get all gradients."""
+"""Law: points have the same neighbours however they are divided; features get all gradients."""
 
 import random
 from typing import Any
@@ -47,21 +47,21 @@ def neighbours(seed: int) -> list[str]:
         for kind in ("random", "grid", "clusters"):
             queries, points = cloud(kind, 17, seed), cloud(kind, 40, seed + 1)
             for divided in ("both", "queries", "none"):
-                mine = [Domain({}), Domain({})]
+                domains = [Domain({}), Domain({})]
                 if divided != "none":
-                    mine[0] = Domain({0: Axis(layout_of(rng, 17, group.size()), group)})
+                    domains[0] = Domain({0: Axis(layout_of(rng, 17, group.size()), group)})
                 if divided == "both":
-                    mine[1] = Domain({0: Axis(layout_of(rng, 40, group.size()), group)})
-                given = [DomainTensor(local(x, d), d) for x, d in zip((queries, points), mine, strict=True)]
+                    domains[1] = Domain({0: Axis(layout_of(rng, 40, group.size()), group)})
+                inputs = [DomainTensor(local(x, d), d) for x, d in zip((queries, points), domains, strict=True)]
                 distances, order = by_hand(queries, points)
-                got, numbers = (gather(part).local for part in nearest(*given, 5))
+                got, numbers = (gather(part).local for part in nearest(*inputs, 5))
                 same = torch.allclose(got, distances[:, :5], rtol=1e-12) and torch.equal(numbers, order[:, :5])
                 wrong += [f"nearest {kind} {divided}"] * (not same)
-                numbers, found = (gather(part).local for part in within(*given, RADIUS, at_most=6))
+                numbers, is_near = (gather(part).local for part in within(*inputs, RADIUS, at_most=6))
                 expected = distances[:, :6] <= RADIUS
-                same = torch.equal(found, expected) and torch.equal(numbers, order[:, :6] * expected)
+                same = torch.equal(is_near, expected) and torch.equal(numbers, order[:, :6] * expected)
                 wrong += [f"within {kind} {divided}"] * (not same)
-                far, there = (gather(part).local for part in within(*given, 100.0, at_most=50))
+                far, there = (gather(part).local for part in within(*inputs, 100.0, at_most=50))
                 same = torch.equal(there.sum(1), torch.full((17,), 40)) and torch.equal(far[:, :40], order)
                 wrong += [f"all within {kind} {divided}"] * (not same)
     return wrong
@@ -74,7 +74,7 @@ def test_neighbours_are_those_of_all_points(pool: WorkerPool, world_size: int, s
 
 
 def sent_by_regions() -> tuple[int, int]:
-    """Points that this rank sends where ranks have regions, and where they have points of everywhere."""
+    """Return the number of points that this rank sends, if ranks have regions, and if their points lie everywhere."""
     sent = []
     with meshes() as (mesh, *_):
         domain = Domain({0: Axis(balanced(400, mesh.size()), mesh.get_all_groups()[0])})
@@ -91,7 +91,7 @@ def sent_by_regions() -> tuple[int, int]:
 
 def test_ranks_with_regions_send_only_points_near_their_borders(pool: WorkerPool) -> None:
     for regions, everywhere in pool.run(2, sent_by_regions):
-        assert 0 < regions < 40  # of 200, of which a twentieth of the cube's width is a tenth
+        assert 0 < regions < 40  # of 200 points: a layer of a twentieth of the cube's width has a tenth of them
         assert everywhere > 150
 
 
@@ -104,9 +104,9 @@ class Cloud(nn.Module):
         self.query, self.pair = nn.Linear(8, 8), nn.Linear(8, 16)
 
     def forward(self, points: Any, features: Any, surface: Any) -> Any:
-        numbers, found = within(surface, points, RADIUS, at_most=6)
+        numbers, is_near = within(surface, points, RADIUS, at_most=6)
         offsets = points[numbers] - surface[:, None]
-        seen = self.near(torch.cat([offsets, features[numbers]], -1)).masked_fill(~found[..., None], -1e3)
+        seen = self.near(torch.cat([offsets, features[numbers]], -1)).masked_fill(~is_near[..., None], -1e3)
         distances, order = nearest(surface, points, 3)
         weights = ((points[order] - surface[:, None]).square().sum(-1) * -4).softmax(-1)
         close = torch.cat([features[order], points[order], distances[..., None]], -1)
@@ -127,25 +127,25 @@ def trained() -> dict[str, float]:
         domains.insert(1, domains[0])
         shards = [local(x, d).requires_grad_() for x, d in zip(wholes, domains, strict=True)]
         leaves = [x.clone().requires_grad_() for x in wholes]
-        given = [DomainTensor(x, d) for x, d in zip(shards, domains, strict=True)]
-        told, got = parallelize(ours, *given), ours(*given)
+        inputs = [DomainTensor(x, d) for x, d in zip(shards, domains, strict=True)]
+        predicted, got = parallelize(ours, *inputs), ours(*inputs)
         expected = theirs(*(DomainTensor(leaf, Domain({})) for leaf in leaves)).local
-        found = {"told": float(told.domain != got.domain), "output": error(gather(got).local, expected)}
+        errors = {"told": float(predicted.domain != got.domain), "output": error(gather(got).local, expected)}
         got.sin().mean().backward()
         expected.sin().mean().backward()
         average_gradients(ours, mesh)
         for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            found[name] = error(p.grad, q.grad)
+            errors[name] = error(p.grad, q.grad)
         for name, a, b, d in zip(("points", "features", "surface"), shards, leaves, domains, strict=True):
-            found[name] = error(a.grad / group.size(), local(b.grad, d), b.grad)
-    return found
+            errors[name] = error(a.grad / group.size(), local(b.grad, d), b.grad)
+    return errors
 
 
 @pytest.mark.parametrize("world_size", [3, *slow(2, 4)])
 def test_a_model_of_point_clouds_equals_one_process(pool: WorkerPool, world_size: int) -> None:
-    for found in pool.run(world_size, trained):
-        assert len(found) == 15
-        assert largest(*found.values()) <= 1e-12, found
+    for errors in pool.run(world_size, trained):
+        assert len(errors) == 15
+        assert largest(*errors.values()) <= 1e-12, errors
 
 
 def wrong_uses() -> list[str]:

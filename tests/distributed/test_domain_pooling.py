@@ -1,4 +1,4 @@
-"""Law: pooling over sharded axes equals that of one process: overlapping windows, ceil_mode, what counts as padding."""
+"""Law: pooling over sharded axes equals one process: overlapping windows, ceil_mode, padding that counts or not."""
 
 import random
 from functools import partial

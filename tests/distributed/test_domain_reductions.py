@@ -1,4 +1,4 @@
-"""Law: reductions and norms over sharded axes equal those of one process."""
+"""Law: reductions and norms over sharded axes equal one process."""
 
 import random
 from functools import partial
@@ -82,8 +82,8 @@ def far_from_zero() -> list[float]:
         expected = F.group_norm(whole, 2)
         (wanted,) = torch.autograd.grad(expected, whole, cotangent.double())
         y = F.group_norm(DomainTensor(local(x, domain), domain), 2).local
-        (found,) = torch.autograd.grad(y, x, local(cotangent, domain))
-        return [error(a, local(b, domain)) for a, b in ((y, expected), (local(found, domain), wanted))]
+        (gradient,) = torch.autograd.grad(y, x, local(cotangent, domain))
+        return [error(a, local(b, domain)) for a, b in ((y, expected), (local(gradient, domain), wanted))]
 
 
 def test_statistics_of_values_far_from_zero_lose_no_digits(pool: WorkerPool) -> None:
@@ -106,7 +106,7 @@ PRECISE = {
 
 
 def precision() -> list[str]:
-    """The reductions that are less exact than torch's, or of another type; also of each gradient."""
+    """Return the reductions that are less exact than torch's, or have another type; also for their gradients."""
     wrong = []
     with meshes() as all_meshes:
         domain = Domain({2: Axis(sized([90, 38]), all_meshes[0].get_group())})
@@ -125,10 +125,10 @@ def precision() -> list[str]:
                     for y, leaf in zip((exact, theirs, ours.local), leaves, strict=True)
                 ]
                 wanted = local(gradients[0], domain)
-                scale = 1 if ours.domain.axes else 2  # what is whole on both ranks counts once for each
-                mine = error(gradients[2] / scale, wanted), error(local(gradients[1], domain), wanted)
-                if ours.dtype != dtype or not all(a <= 2 * b + slack for a, b in (errors, mine)):
-                    wrong.append(f"{name} in {dtype}: {errors}, gradients {mine}")
+                scale = 1 if ours.domain.axes else 2  # a result that both ranks have whole counts twice
+                gradient_errors = error(gradients[2] / scale, wanted), error(local(gradients[1], domain), wanted)
+                if ours.dtype != dtype or not all(a <= 2 * b + slack for a, b in (errors, gradient_errors)):
+                    wrong.append(f"{name} in {dtype}: {errors}, gradients {gradient_errors}")
     return wrong
 
 
@@ -148,7 +148,7 @@ SPECIAL = {
     "var of too few": lambda x: x.nan_to_num(1.0).var(correction=64) + x.nan_to_num(1.0).var(correction=100),
     "var of one value": lambda x: x[:1, :1, 7:, :1].var() + x[:1, :1, 7:, :1].std(correction=3),
 }
-"""name -> function of a tensor (2, 2, 8, 2) with a NaN, the result of which has NaN or infinite values."""
+"""name -> function of a tensor (2, 2, 8, 2) with a NaN; its result has NaN or infinite values."""
 
 
 def special_values() -> list[str]:
@@ -160,9 +160,9 @@ def special_values() -> list[str]:
             for name, function in SPECIAL.items():
                 x = torch.randn(2, 2, 8, 2, generator=torch.Generator().manual_seed(0))
                 x[1, 1, row, 0] = torch.nan
-                found, wanted = function(DomainTensor(local(x, domain), domain)), function(x)
-                if not torch.equal(found.local.nan_to_num(7.0), local(wanted, found.domain).nan_to_num(7.0)):
-                    wrong.append(f"{name}, NaN in row {row}: {found.local}, {wanted}")
+                result, wanted = function(DomainTensor(local(x, domain), domain)), function(x)
+                if not torch.equal(result.local.nan_to_num(7.0), local(wanted, result.domain).nan_to_num(7.0)):
+                    wrong.append(f"{name}, NaN in row {row}: {result.local}, {wanted}")
     return wrong
 
 

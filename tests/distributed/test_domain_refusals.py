@@ -133,7 +133,7 @@ def test_what_is_not_handled_is_refused_on_every_rank_and_nothing_is_sent(pool: 
 
 
 def other_errors() -> list[str]:
-    """What is no call of a function: iteration, a missing attribute, a shard that does not fit."""
+    """Return errors of uses that call no function: iteration, a missing attribute, a shard that does not fit."""
     with meshes() as (mesh, *_):
         x = made((4, 2), mesh)
         uses = [

@@ -1,4 +1,4 @@
-"""Law: interpolation, padding, flips, rolls and cumulative sums along sharded axes equal those of one process."""
+"""Law: interpolation, padding, flips, rolls and cumulative sums along sharded axes equal one process."""
 
 import random
 from functools import partial

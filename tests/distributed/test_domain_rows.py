@@ -44,7 +44,7 @@ ROWS: dict[str, Callable[[Any, Any], Any]] = {
 
 def rows_case() -> dict[str, float]:
     """Largest errors of functions of rows that two ranks have as 3 + 4, and of their gradients."""
-    found = {}
+    errors = {}
     with meshes() as (mesh, *_):
         whole = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         domain = Domain({2: Axis(sized((3, 4)), mesh.get_group())})
@@ -52,18 +52,18 @@ def rows_case() -> dict[str, float]:
             x, local_x = whole.clone().requires_grad_(), local(whole, domain).requires_grad_()
             shards = (DomainTensor(part, domain) for part in (local_x, local_x.sin()))
             expected, got = function(x, x.sin()), function(*shards)
-            found[name] = (gather(got).local - expected).abs().max().item()
+            errors[name] = (gather(got).local - expected).abs().max().item()
             (expected * expected.detach().cos()).sum().backward()
             shares = 1 if got.domain.axes else 2  # what every rank has whole counts once a rank
             ((got.local * local(expected.detach().cos(), got.domain)).sum() / shares).backward()
-            found[f"gradient of {name}"] = (local_x.grad - local(x.grad, domain)).abs().max().item()
-    return found
+            errors[f"gradient of {name}"] = (local_x.grad - local(x.grad, domain)).abs().max().item()
+    return errors
 
 
 def test_rows_stay_at_their_owners(pool: WorkerPool) -> None:
-    for found in pool.run(2, rows_case):
-        assert found.keys() >= ROWS.keys()
-        assert largest(*found.values()) < 1e-14, found
+    for errors in pool.run(2, rows_case):
+        assert errors.keys() >= ROWS.keys()
+        assert largest(*errors.values()) < 1e-14, errors
 
 
 def messages_of_attention() -> tuple[dict[str, int], int]:
@@ -74,9 +74,9 @@ def messages_of_attention() -> tuple[dict[str, int], int]:
         door.calls.clear()
         door.bytes_sent.clear()
         out = F.scaled_dot_product_attention(q, q * 2, q.sin())
-        found = dict(door.calls), sum(door.bytes_sent.values())
+        counts = dict(door.calls), sum(door.bytes_sent.values())
         out.local.sum().backward()
-        return found
+        return counts
 
 
 def test_no_rank_has_all_keys_and_values(pool: WorkerPool) -> None:
@@ -88,20 +88,20 @@ def test_no_rank_has_all_keys_and_values(pool: WorkerPool) -> None:
 
 def rows_by_masks() -> list[bool]:
     """Whether what a mask shows is in the order of the whole tensor, where later rows are at earlier ranks."""
-    found = []
+    results = []
     with meshes() as (mesh, *_):
         x = torch.arange(3 * 9 * 2.0).view(3, 9, 2)
         for ranges in ((((4, 9),), ((0, 4),)), (((0, 2), (7, 9)), ((2, 7),)), ((), ((0, 9),))):
             domain = Domain({1: Axis(AxisLayout("drawn", 9, ranges), mesh.get_group())})
             for mask in (x % 5 < 2, (x % 7 < 3)[..., 0], x < 0):
                 shown = DomainTensor(local(x, domain), domain)[mask]
-                found.append(torch.equal(gather(shown).local, x[mask]))
-    return found
+                results.append(torch.equal(gather(shown).local, x[mask]))
+    return results
 
 
 def rows_for_a_mask() -> list[str]:
-    """What is said of rows that cannot be given to a mask, on ranks that share two of its dimensions or one."""
-    told = []
+    """Return the errors of rows that cannot be assigned to a mask, on ranks that share two of its dimensions or one."""
+    messages = []
     with meshes() as (mesh, *_):
         groups = init_device_mesh("cpu", (2, mesh.size() // 2)).get_all_groups()
         domain = Domain({dim: Axis(balanced(4, group.size()), group) for dim, group in enumerate(groups)})
@@ -110,14 +110,14 @@ def rows_for_a_mask() -> list[str]:
             try:
                 x[mask] = torch.zeros(rows, *[4] * (2 - mask.ndim))
             except (DomainOperatorError, IndexError) as error:
-                told.append(str(error))
-    return told
+                messages.append(str(error))
+    return messages
 
 
 def test_rows_for_a_mask_fit_it(pool: WorkerPool) -> None:
-    for told in pool.run(4, rows_for_a_mask):
-        assert "rows for a mask of several sharded dimensions; use torch.where" in told[0]
-        assert told[1:] == [
+    for messages in pool.run(4, rows_for_a_mask):
+        assert "rows for a mask of several sharded dimensions; use torch.where" in messages[0]
+        assert messages[1:] == [
             "a mask that shows 4 rows got 3 rows",
             "a mask of shape (3,) does not fit the first dimensions of (4, 4)",
         ]

@@ -49,8 +49,8 @@ def whole_tensors() -> list[str]:
     wrong = []
     with meshes() as (mesh, *_):
         plain = torch.randn(2, 4, 3, 5, dtype=torch.float64)
-        of_one = [Domain({2: Axis(sized([3]), mesh.get_group())})] if mesh.size() == 1 else []
-        for domain in [Domain({}), *of_one]:
+        one_rank = [Domain({2: Axis(sized([3]), mesh.get_group())})] if mesh.size() == 1 else []
+        for domain in [Domain({}), *one_rank]:
             x = DomainTensor(plain, domain)
             pairs = {
                 "fft": (torch.fft.fft(x).local, torch.fft.fft(plain)),
@@ -96,9 +96,9 @@ def properties() -> dict[str, object]:
 
 
 def test_a_sharded_tensor_looks_like_the_whole_one(pool: WorkerPool) -> None:
-    for found in pool.run(2, properties):
+    for properties_of_rank in pool.run(2, properties):
         shape = torch.Size(X)
-        assert found == {
+        assert properties_of_rank == {
             "shape": (X, shape, 5, 4, 4, 240, 2),
             "dtype": (torch.float64, torch.int64, torch.bool),
             "sum": 240 * (2**40 + 1),  # exact: not added up in floats

@@ -75,7 +75,7 @@ def aliases() -> list[str]:
                 gradients = [torch.autograd.grad(s, leaf)[0] for s, leaf in zip(sums, leaves, strict=True)]
                 same = error(gradients[1] / mesh.size(), local(gradients[0], domain)) <= 1e-12
                 wrong += [f"gradient of {name}, rows {sizes}"] * (not same)
-    return wrong + [f"refusal of {name}" for name, found in refused.items() if found != {name in VIEWS}]
+    return wrong + [f"refusal of {name}" for name, outcomes in refused.items() if outcomes != {name in VIEWS}]
 
 
 def is_refused(function: Callable[[Any], Any], x: Any) -> bool:
@@ -93,7 +93,7 @@ def test_changes_in_place_are_refused_or_reach_what_they_reach_in_the_whole_tens
 
 
 def copies() -> list[str]:
-    """What is said of `flatten(2)` that copies, where torch has a view: changed, or used after the tensor changed."""
+    """Return the errors of a `flatten(2)` that copies, where torch has a view: changed, or used after x changed."""
     with meshes() as all_meshes:
         mesh = all_meshes[-1]
         axes = {2 + i: Axis(sized([4, 2]), group) for i, group in enumerate(mesh.get_all_groups())}

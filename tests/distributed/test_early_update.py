@@ -1,4 +1,4 @@
-"""Law: an update that begins during the backward is that of the ordinary step, bit for bit, and no error is lost."""
+"""Law: an update that begins during the backward equals the ordinary step, bit for bit, and no error is lost."""
 
 import contextlib
 import re
@@ -33,7 +33,7 @@ GROUPS = [
 ]
 EXPERTS = ["--model.name=qwen3_moe", "--activation_checkpoint.mode=full"]
 RECOMPUTED = ["--activation_checkpoint.mode=full", "--activation_checkpoint.group=2"]
-# Their gradients are the last ones, and of a tied matrix those of both ends.
+# Their gradients come last; a tied matrix has gradients from both ends of the model.
 LEFT = {"tok_embeddings", "norm", "mtp_norms"}
 
 
@@ -45,11 +45,11 @@ def alive() -> list[str]:
 def training_case(folder: str, arguments: list[str], steps: int) -> dict[str, Any]:
     """Train to a step, saving every second one; the state, and the names of what each step left to the optimizer."""
     left: list[set[str]] = []
-    rest = EarlyUpdates.finished
+    finished = EarlyUpdates.finished
 
     @contextlib.contextmanager
     def noted(updates: EarlyUpdates) -> Iterator[None]:
-        with rest(updates):
+        with finished(updates):
             names = (name for name, p in trainer.model_parts[0].named_parameters() if p.grad is not None)
             left.append({re.match(r"layers\.\d+|\w+", name)[0] for name in names})
             yield
@@ -96,10 +96,10 @@ def test_the_update_is_that_of_the_ordinary_step(pool: WorkerPool, tmp_path: Pat
         assert len(result["left"]) == 2
         assert all(left and left <= LEFT for left in result["left"])
         assert result["alive"] == []
-    state, of_early = merged(wanted, "state"), merged(got, "state")
-    assert of_early.keys() == state.keys()
-    assert [name for name in state if not same(state[name], of_early[name])] == []
-    assert {x.item() for name, x in of_early.items() if name.endswith(".step")} == {4}
+    state, early_state = merged(wanted, "state"), merged(got, "state")
+    assert early_state.keys() == state.keys()
+    assert [name for name in state if not same(state[name], early_state[name])] == []
+    assert {x.item() for name, x in early_state.items() if name.endswith(".step")} == {4}
     assert lines_of(tmp_path / "early") == lines_of(tmp_path / "after")
 
 
@@ -131,7 +131,7 @@ def overlap_case(folder: str, arguments: list[str]) -> dict[str, Any]:
         first, last = model.layers["0"], model.layers["1"]
         (group,) = fsdp_groups(last)
         events = [Gradients(x.sharded_param) for x in group.fsdp_params]
-        updated, update, found = threading.Event(), trainer.early._update, {}
+        updated, update, results = threading.Event(), trainer.early._update, {}
 
         def noted(parameters: set[nn.Parameter], copied: list[Any]) -> None:
             update(parameters, copied)
@@ -139,9 +139,9 @@ def overlap_case(folder: str, arguments: list[str]) -> dict[str, Any]:
                 updated.set()
 
         def begins(_gradient: torch.Tensor) -> None:
-            found["updated"] = updated.wait(60)
-            found["changed"] = all(not torch.equal(local_part(e.parameter), e.old) for e in events)
-            found["first"] = [p.grad for p in first.parameters() if p.grad is not None]
+            results["updated"] = updated.wait(60)
+            results["changed"] = all(not torch.equal(local_part(e.parameter), e.old) for e in events)
+            results["first"] = [p.grad for p in first.parameters() if p.grad is not None]
 
         trainer.early._update = noted
         first.feed_forward.register_forward_hook(lambda _layer, _args, hidden: hidden.register_hook(begins) and None)
@@ -150,7 +150,7 @@ def overlap_case(folder: str, arguments: list[str]) -> dict[str, Any]:
         trainer.train_step(2)
         trainer.early.close()
         hooks = [p for p in model.parameters() if p._post_accumulate_grad_hooks]  # with which FSDP's copies wait
-        return found | {"waits": [event.seen[0] for event in events], "hooks": hooks}
+        return results | {"waits": [event.seen[0] for event in events], "hooks": hooks}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -159,11 +159,11 @@ def test_the_last_layer_is_updated_before_the_backward_of_the_first_one(
 ) -> None:
     """And by the worker, which waits for each copy first."""
     arguments = [AT_ONCE[ranks], *(LAYOUTS["fsdp2"][1] if ranks == 2 else [])]
-    for found in pool.run(ranks, overlap_case, str(tmp_path), arguments):
-        assert found["updated"]
-        assert found["changed"]
-        assert found["first"] == found["hooks"] == []
-        assert set(found["waits"]) == {("update", True)}
+    for results in pool.run(ranks, overlap_case, str(tmp_path), arguments):
+        assert results["updated"]
+        assert results["changed"]
+        assert results["first"] == results["hooks"] == []
+        assert set(results["waits"]) == {("update", True)}
 
 
 def failing_case(folder: str, where: str) -> tuple[str, str, list[str]]:
@@ -253,26 +253,26 @@ def test_a_step_that_is_not_finite_ends_the_run_on_all_ranks(pool: WorkerPool, t
 def repeated_case(folder: str, settings: list[str]) -> tuple[dict[str, Any], int]:
     """The state after a step in which the last layer runs twice, and how often the worker was given its parameters."""
     with trainer_in(folder, [*settings, AT_ONCE[1]]) as trainer:
-        layer, given = trainer.model_parts[0].layers["1"], []
+        layer, updates = trainer.model_parts[0].layers["1"], []
         run_twice(layer)
         if trainer.early is not None:
             update = trainer.early._update
 
             def noted(parameters: set[nn.Parameter], copied: list[Any]) -> None:
-                given.append(layer.attention.wq.weight in parameters)
+                updates.append(layer.attention.wq.weight in parameters)
                 update(parameters, copied)
 
             trainer.early._update = noted
         trainer.train_step(1)
         if trainer.early is not None:
             trainer.early.close()
-        return whole_state(trainer), sum(given)
+        return whole_state(trainer), sum(updates)
 
 
 def run_twice(layer: nn.Module) -> None:
-    """Let a layer run its network, and then all of it on the result, in two calls.
+    """Let a layer run its network in a first call, and the whole layer on the result in a second call.
 
-    Autograd adds up the gradients of the network over both, so that FSDP reduces those of attention first.
+    Autograd adds up the gradients of the network over both calls, so FSDP reduces the gradients of attention first.
     """
     whole_layer, calls = layer.forward, []
 

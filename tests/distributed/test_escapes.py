@@ -200,8 +200,8 @@ def tables_case() -> list[str | float]:
             if isinstance(out, torch.Tensor):
                 buffers = {"buffers": [data()], "buffer_seq_dims": [1]}
                 with context_parallel(mesh, **buffers, **settings_of(settings), local_attention=True) as cp:
-                    mine = torch.from_numpy(cp.layout.indices(mesh.get_local_rank()))
-                out = relative(out, model(data())[:, mine])
+                    own_rows = torch.from_numpy(cp.layout.indices(mesh.get_local_rank()))
+                out = relative(out, model(data())[:, own_rows])
             results.append(out)
     return results
 

@@ -46,7 +46,7 @@ LENGTH = 48
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hugging Face folders in float64, and beside them documents, seven of which are long enough."""
+    """Hugging Face folders in float64, and documents in the same folder; seven documents are long enough."""
     path = tmp_path_factory.mktemp("evaluated")
     for name, args in (("hf", LLAMA), ("tied", replace(LLAMA, tie_embeddings=True))):
         model = hf_model("llama3", args)
@@ -65,22 +65,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def options(folder: Path, *more: str, model: str = "hf") -> list[str]:
+def options(folder: Path, *arguments: str, model: str = "hf") -> list[str]:
     data = ["--dataset", "jsonl", "--dataset-path", str(folder / "data.jsonl")]
     lengths = ["--seq-len", str(LENGTH), "--lengths", "100", "128", "--depths", "0", "60", "--samples", "1"]
-    return [str(folder / model), *data, *lengths, *more]
+    return [str(folder / model), *data, *lengths, *arguments]
 
 
-def found_case(argv: list[str], folder: str, fault: str = "") -> dict:
+def losses_case(argv: list[str], folder: str, fault: str = "") -> dict:
     process = Process.from_environment()
     wanted, job = checked([*argv, "--ngpu", str(process.world_size), "--output", folder])
     with process_group(process, job.config.comm):
         before = LanguageTask.whole
 
         def moved(task: LanguageTask, batch: TextBatch) -> RankBatch:
-            found = before(task, batch)
-            found.columns["positions"].sub_(task.dims.rank("cp") * LENGTH // 4)
-            return found
+            batch_of_task = before(task, batch)
+            batch_of_task.columns["positions"].sub_(task.dims.rank("cp") * LENGTH // 4)
+            return batch_of_task
 
         if fault == "positions of its own":
             LanguageTask.whole = moved
@@ -109,11 +109,11 @@ def test_every_layout_finds_the_same(
 ) -> None:
     world_size, degrees = LAYOUTS[layout]
     own = settings if settings[:1] == ["--model.rope_theta"] else []  # the model's, on one process too
-    (wanted,) = pool.run(1, found_case, options(folder, *own, model=model), str(tmp_path))
+    (wanted,) = pool.run(1, losses_case, options(folder, *own, model=model), str(tmp_path))
     assert [bucket["tokens"] for bucket in wanted["positions"]] == [7 * n for n in (6, 6, 12, 24)]
     assert len({round(bucket["loss"], 2) for bucket in wanted["positions"]}) > 2
     assert [(cell["length"], cell["depth"]) for cell in wanted["needle"]] == [(100, 0), (100, 60), (128, 0), (128, 60)]
-    for got in pool.run(world_size, found_case, options(folder, *settings, *degrees, model=model), str(tmp_path)):
+    for got in pool.run(world_size, losses_case, options(folder, *settings, *degrees, model=model), str(tmp_path)):
         for ours, theirs in zip(got["positions"], wanted["positions"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
         for ours, theirs in zip(got["needle"], wanted["needle"], strict=True):
@@ -123,9 +123,9 @@ def test_every_layout_finds_the_same(
 def test_the_comparison_sees_positions_that_are_not_those_of_the_sequence(
     pool: WorkerPool, folder: Path, tmp_path: Path
 ) -> None:
-    (wanted,) = pool.run(1, found_case, options(folder, "--tasks", "positions"), str(tmp_path))
+    (wanted,) = pool.run(1, losses_case, options(folder, "--tasks", "positions"), str(tmp_path))
     settings = options(folder, "--tasks", "positions", *LAYOUTS["cp2"][1])
-    got, _ = pool.run(2, found_case, settings, str(tmp_path), "positions of its own")
+    got, _ = pool.run(2, losses_case, settings, str(tmp_path), "positions of its own")
     assert got["positions"] != wanted["positions"]
     assert [bucket["tokens"] for bucket in got["positions"]] != [bucket["tokens"] for bucket in wanted["positions"]]
 
@@ -147,9 +147,9 @@ def by_hand_case(argv: list[str], folder: str) -> list[float]:
 
 def test_losses_by_position_are_plain_means(pool: WorkerPool, folder: Path, tmp_path: Path) -> None:
     argv = options(folder, "--tasks", "positions", "--buckets", "1", "5", "40")
-    (found,) = pool.run(1, found_case, argv, str(tmp_path))
+    (result,) = pool.run(1, losses_case, argv, str(tmp_path))
     (losses,) = pool.run(1, by_hand_case, argv, str(tmp_path))
-    assert [bucket["loss"] for bucket in found["positions"]] == pytest.approx(losses, rel=1e-12)
+    assert [bucket["loss"] for bucket in result["positions"]] == pytest.approx(losses, rel=1e-12)
 
 
 # ---- answers
@@ -190,17 +190,17 @@ def test_an_answer_is_right_if_all_its_tokens_are_the_likeliest(
     argv = options(folder, "--batch-size", "4")
     prompts = needle_prompts(open_tokenizer(), 128, (0.0, 50.0), 3, seed=1)
     (said,) = pool.run(1, likeliest_case, argv, str(tmp_path), prompts)
-    given = []
+    changed = []
     for number, (prompt, tokens) in enumerate(zip(prompts, said, strict=True)):
         labels = prompt.sequence.labels.copy()
         kept = (0, 1, len(tokens))[number % 3]  # of the true labels
         labels[len(labels) - len(tokens) + kept :] = tokens[kept:]
-        given.append(replace(prompt, sequence=replace(prompt.sequence, labels=labels)))
-    ((wanted, _),) = pool.run(1, answers_case, argv, str(tmp_path), given)
+        changed.append(replace(prompt, sequence=replace(prompt.sequence, labels=labels)))
+    ((wanted, _),) = pool.run(1, answers_case, argv, str(tmp_path), changed)
     assert [answer.correct for answer in wanted] == [True, False, False] * 2
     world_size, degrees = LAYOUTS[layout]
     most = max(prompt.answer_tokens for prompt in prompts)
-    for got, shapes in pool.run(world_size, answers_case, [*argv, *degrees], str(tmp_path), given):
+    for got, shapes in pool.run(world_size, answers_case, [*argv, *degrees], str(tmp_path), changed):
         assert [answer.correct for answer in got] == [answer.correct for answer in wanted]
         for ours, theirs in zip(got, wanted, strict=True):
             assert ours.log_probability == pytest.approx(theirs.log_probability, rel=1e-12)

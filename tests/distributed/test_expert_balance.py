@@ -1,4 +1,4 @@
-"""Laws of the balance of experts on layouts: what is learnt, the loss of the same step, padding, metrics."""
+"""Laws of the balance of experts on layouts: learnt balance, the loss of the same step, padding, metrics."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ OF_A_STEP = {
 
 @pytest.mark.parametrize("layout", ["cp2+tp2+ep4, whole layers, documents", *slow(*OF_A_STEP)[1:]])
 def test_a_loss_of_the_same_step_does_not_depend_on_the_layout(pool: WorkerPool, layout: str) -> None:
-    """With one micro-batch a step. On one process it is that of transformers: `test_expert_hugging_face.py`."""
+    """A step has one micro-batch. test_expert_hugging_face.py compares one process with transformers."""
     ranks, arguments, shared = OF_A_STEP[layout]
     wanted = reference(pool, *SAME_STEP, *shared, "--training.local_batch_size=4")
     assert_parity(pool.run(ranks, run_layout, [*SAME_STEP, *shared, *arguments])[0], wanted, 1e-10)
@@ -119,7 +119,7 @@ def texts(plan: Callable[..., BatchPlan], *, padded: bool) -> Iterator[Batch]:
             yield batch | {"padding": 16 * padded, "plan": plan(arrays)}
 
 
-def of_texts_case(padded: bool) -> Record:
+def texts_case(padded: bool) -> Record:
     size = "--training.global_batch_size=" + ("8" if padded else "4")
 
     def batches(_task: MadeRows, plan: Callable[..., BatchPlan]) -> Iterator[Batch]:
@@ -131,7 +131,7 @@ def of_texts_case(padded: bool) -> Record:
 
 def test_padded_texts_are_learnt_as_packed_ones(pool: WorkerPool) -> None:
     """Loads, the balance loss, and all gradients."""
-    padded, packed = (pool.run(1, of_texts_case, padded)[0] for padded in (True, False))
+    padded, packed = (pool.run(1, texts_case, padded)[0] for padded in (True, False))
     assert [x["loss"] for x in padded.metrics] == pytest.approx([x["loss"] for x in packed.metrics], rel=1e-12)
     for name, load in packed.buffers.items():
         assert torch.allclose(padded.buffers[name], load, rtol=0, atol=1e-12), name

@@ -55,14 +55,14 @@ def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, fami
 
 def through_case(family: str, folder: str, output: str, arguments: list[str]) -> str:
     """Take the weights of a folder, and export them without a step."""
-    given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
-    given += [
+    settings = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
+    settings += [
         f"--job.dump_folder={output}",
         "--training.dtype=float64",
         "--checkpoint.export_dtype=float64",
         *harness.EXPORTED,
     ]
-    config = parse_command_line([*BASE, *given, *arguments]).config
+    config = parse_command_line([*BASE, *settings, *arguments]).config
     process = Process.from_environment()
     with process_group(process, config.comm):
         job = resolve(config, process.world_size, process.device.type)
@@ -86,17 +86,17 @@ def test_ranks_read_their_experts_and_write_all(
 ) -> None:
     hf_experts(family, MODELS[family]).save_pretrained(tmp_path / "hf")
     written = pool.run(ranks, through_case, family, str(tmp_path / "hf"), str(tmp_path / "run"), arguments)[0]
-    given, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
-    assert given.keys() == back.keys()
-    assert [name for name, x in given.items() if not torch.equal(back[name], x)] == []
+    original, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
+    assert original.keys() == back.keys()
+    assert [name for name, x in original.items() if not torch.equal(back[name], x)] == []
 
 
 def beside_case(family: str, modules: list[str], folder: str, arguments: list[str]) -> Record:
-    """Train adapters of attention, or of a shared expert, beside given experts."""
+    """Train adapters of attention, or of a shared expert, with frozen loaded experts."""
     with mock.patch.object(harness, "VOCAB", 4354):
-        given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
+        settings = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
         adapters = ["--lora.rank=4", "--lora.modules", *modules]
-        return harness.run_layout([*given, *adapters, "--training.dtype=float64", *arguments])
+        return harness.run_layout([*settings, *adapters, "--training.dtype=float64", *arguments])
 
 
 @pytest.mark.slow
@@ -120,16 +120,16 @@ ADAPTERS = ["--lora.rank=4", "--lora.alpha=8", "--lora.rslora", "--lora.modules"
 
 def adapted_case(family: str, folder: str, output: str, arguments: list[str]) -> Record:
     """Train adapters of attention and experts of given weights, save them, and export their sum."""
-    given = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
-    given += [f"--job.dump_folder={output}", "--training.dtype=float64", "--checkpoint.export_dtype=float64"]
-    given += ["--training.data_streams=8", *harness.EXPORTED, *ADAPTERS]
-    config, process = parse_command_line([*BASE, *given, *arguments]).config, Process.from_environment()
+    settings = [f"--model.name={family}", f"--model.flavor={folder}", f"--checkpoint.initial_load_path={folder}"]
+    settings += [f"--job.dump_folder={output}", "--training.dtype=float64", "--checkpoint.export_dtype=float64"]
+    settings += ["--training.data_streams=8", *harness.EXPORTED, *ADAPTERS]
+    config, process = parse_command_line([*BASE, *settings, *arguments]).config, Process.from_environment()
     with process_group(process, config.comm), mock.patch.object(harness, "VOCAB", MODELS[family].vocab_size):
         record = Record()
         trainer = RecordingTrainer(harness.resolved(config, process), process.device, record=record)
         for step in range(1, harness.STEPS + 1):
             trainer.train_step(step)
-        record.weights = trainer.of_all_stages(lambda p: p)
+        record.weights = trainer.gather_stages(lambda p: p)
         harness.exported(trainer, harness.STEPS)
         trainer.metrics.close()
     if process.rank:
@@ -170,11 +170,11 @@ def test_adapters_of_experts_train_and_merge_alike_on_every_layout(
     assert_parity(got, wanted, 1e-10)
     names = {name.rpartition(".")[2] for name in got.gradients[0]}
     assert names == {"lora_a", "lora_b", "w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"}
-    given, one, many = map(whole_folder, (tmp_path / "hf", merged, merged_there))
+    original, one, many = map(whole_folder, (tmp_path / "hf", merged, merged_there))
     changed = set()
     for name, x in one.items():
         assert relative(many[name], x) < 1e-10
-        if not torch.equal(given[name], x):
+        if not torch.equal(original[name], x):
             changed.add(name.removesuffix(".weight").rpartition(".")[2])
     experts = {"gate_up_proj", "down_proj"} if family == "gpt_oss" else {"gate_proj", "up_proj", "down_proj"}
     assert changed == {"q_proj", "o_proj", *experts}
@@ -182,7 +182,7 @@ def test_adapters_of_experts_train_and_merge_alike_on_every_layout(
 
 @pytest.mark.parametrize("family", ["qwen3_moe", *slow("gpt_oss")])
 def test_peft_loads_the_adapters_of_experts(pool: WorkerPool, tmp_path: Path, family: str) -> None:
-    """Its logits are those of the merged weights, and of other ones."""
+    """Its logits equal the merged weights' logits, and differ from the logits before training."""
     args: TransformerArgs = MODELS[family]
     theirs = hf_experts(family, args)
     theirs.save_pretrained(tmp_path / "hf")

@@ -180,7 +180,7 @@ def graphs_case(arguments: list[str]) -> tuple[list[int], int]:
 def test_attention_and_a_shared_expert_are_graphs_of_their_own(
     pool: WorkerPool, family: str, compiled: int, mode: str
 ) -> None:
-    """All blocks share them, beside that of the loss and those of dense layers, and no later step compiles again."""
+    """All blocks share these graphs; the loss and dense layers have their own, and no later step compiles again."""
     model = [f"--model.name={family}", "--training.dtype=float64"]
     (graphs, breaks), _ = pool.run(2, graphs_case, [*model, *degrees(dp_shard=2), ep(2), ac(mode)])
     assert (graphs, breaks) == ([compiled] * 3, 0)
@@ -254,7 +254,7 @@ def frozen_case() -> list[bool]:
 
 
 def test_frozen_experts_stay_frozen(pool: WorkerPool) -> None:
-    """As those of a model with adapters are."""
+    """A model with adapters has frozen experts."""
     assert pool.run(2, frozen_case) == [[False] * 4] * 2
 
 

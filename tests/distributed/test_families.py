@@ -35,15 +35,15 @@ def both_ways(family: str, folder: str, texts: list[list[int]]) -> tuple[torch.T
     with opened(Model(name=family, flavor=folder)) as (part, job, dims), torch.no_grad():
         load_weights([HFReader(HFFolder(Path(folder)), hf_model(model_spec(family), job.model))], [part])
         logits = partial(generation._logits, part, job, dims)
-        found = []
+        steps = []
         for text in texts:
             grown = text[: (len(text) + 1) // 2]
             reading = logits([grown], len(text))
-            found.append(next(reading)[0])
+            steps.append(next(reading)[0])
             for token in text[len(grown) :]:
                 grown.append(token)
-                found[-1] = next(reading)[0]
-        return next(logits(texts, max(map(len, texts)))), torch.stack(found)
+                steps[-1] = next(reading)[0]
+        return next(logits(texts, max(map(len, texts)))), torch.stack(steps)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,29 +107,29 @@ def test_ranks_read_their_parts_and_write_all(pool: WorkerPool, tmp_path: Path, 
         hf_decoder(family, args).save_pretrained(tmp_path / "hf")
     arguments = [*degrees(tp=2), *([] if args.experts is None else [ep(2)])]
     written = pool.run(2, through_case, family, str(tmp_path / "hf"), str(tmp_path / "run"), arguments)[0]
-    given, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
-    assert given.keys() == back.keys()
-    assert [x for x, tensor in given.items() if not torch.equal(back[x], tensor)] == []
+    original, back = whole_folder(tmp_path / "hf"), whole_folder(Path(written))
+    assert original.keys() == back.keys()
+    assert [x for x, tensor in original.items() if not torch.equal(back[x], tensor)] == []
 
 
 def decay_types_case(arguments: list[str]) -> tuple[set[torch.dtype], set[torch.dtype]]:
-    """The types in which decays are computed, and those of their inputs, in a run."""
-    forward, computed, given = Decay.forward, set(), set()
+    """Return the types in which a run computes decays, and the types of their inputs."""
+    forward, computed, input_types = Decay.forward, set(), set()
 
     def seen(module: Decay, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        given.add(x.dtype)
-        found = forward(module, x)
-        computed.update(part.dtype for part in (module.a_log.weight, module.dt_bias.weight, *found))
-        return found
+        input_types.add(x.dtype)
+        decays = forward(module, x)
+        computed.update(part.dtype for part in (module.a_log.weight, module.dt_bias.weight, *decays))
+        return decays
 
     with mock.patch.object(Decay, "forward", seen):
         run_layout(arguments)
-    return computed, given
+    return computed, input_types
 
 
 @pytest.mark.parametrize("family", ["kimi_linear", *slow("qwen3_next", "granitemoehybrid")])
 def test_decays_are_in_float32_beside_bfloat16(pool: WorkerPool, family: str) -> None:
-    """Of FSDP's parameters in bfloat16, those of decays are not rounded."""
+    """FSDP casts other parameters to bfloat16, but not the parameters of decays."""
     arguments = [f"--model.name={family}", "--training.mixed_precision_param=bfloat16", *degrees(dp_shard=2)]
     assert pool.run(2, decay_types_case, arguments) == 2 * [({torch.float32}, {torch.bfloat16})]
 

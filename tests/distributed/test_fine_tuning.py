@@ -40,12 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(model: str, folder: str, arguments: list[str]) -> list[dict]:
     """Train as the page says, and return the lines of metrics."""
     process = Process.from_environment()
-    given = f"""--model.flavor {model} --checkpoint.initial_load_path {model} --training.dataset chat
+    settings = f"""--model.flavor {model} --checkpoint.initial_load_path {model} --training.dataset chat
         --training.dataset_path {Path(model).parent}/chat.jsonl --training.data_streams 2 --training.seq_len {SEQ_LEN}
         --training.local_batch_size 1 --training.global_batch_size 4 --optimizer.lr 1e-3 --training.steps 3
         --lr_scheduler.warmup_steps 1 --job.dump_folder {folder} --checkpoint.enable --checkpoint.last_save_in_hf
         --training.dtype float64 --checkpoint.export_dtype float64 --metrics.log_freq 1""".split()
-    config = parse_command_line([*given, *arguments]).config
+    config = parse_command_line([*settings, *arguments]).config
     with process_group(process, config.comm):
         Trainer(resolve(config, process.world_size, process.device.type), process.device).train()
     return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -68,7 +68,7 @@ def their_loss(folder: Path, lines: list[dict]) -> float:
 @pytest.mark.parametrize("layout", ["one", "fsdp2+cp2"])
 @pytest.mark.slow
 def test_a_small_model_is_fine_tuned_and_exported(pool: WorkerPool, model: Path, tmp_path: Path, layout: str) -> None:
-    """Four sequences have a whole number of epochs: the first loss is that of transformers on all lines."""
+    """Four sequences have a whole number of epochs, so the first loss equals transformers' loss on all lines."""
     ranks, arguments = LAYOUTS.get(layout, (1, []))
     metrics, *_ = pool.run(ranks, tuned, str(model), str(tmp_path), arguments)
     lines = [json.loads(line) for line in (model.parent / "chat.jsonl").read_text().splitlines()]

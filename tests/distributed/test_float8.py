@@ -1,12 +1,12 @@
 """Laws of float8 on ranks: a layout gives the losses, gradients and weights of one process that computes in float8.
 
-Scales decide what is rounded how. Those of weights are found over all shards, so they, and with FSDP, TP and PP those
-of activations, too, are the single process's; float8 then rounds the same numbers, and the layouts agree as those of
-float32 do. Only where a sum in another order has moved a number across the border between two values of float8 does it
-differ by a whole step of 6 to 12 %: rarely, one number among thousands at first, and then some of those that depend on
+Scales decide how numbers are rounded. The scales of weights use all shards, so they equal the single process's scales;
+with FSDP, TP and PP the scales of activations do too. Float8 then rounds the same numbers, and the layouts agree as in
+float32. A sum in another order may move a number across the border between two float8 values. The number then differs
+by a whole step of 6 to 12 %. This is rare: at first one number among thousands, then some of the numbers that depend on
 it. Hence a tolerance of 1e-2 in norm (mostly it is 1e-7), where float8 itself changes gradients by 3e-2 to 1.4e-1. With
-context parallelism, tensorwise scales of activations are those of a rank's tokens, not of the whole row; then the law
-is that a rank is as near to high precision as one process is.
+context parallelism, tensorwise scales of activations use the tokens of a rank, not the whole row. The law is then that
+a rank is as near to high precision as one process is.
 """
 
 from collections import Counter
@@ -102,8 +102,8 @@ def errors(got: Record, exact: Record) -> dict[str, float]:
     """Relative distance of the gradient of each parameter, over all steps."""
     distances = {}
     for name in exact.gradients[0]:
-        mine, theirs = (torch.stack([step[name] for step in record.gradients]) for record in (got, exact))
-        distances[name] = ((mine - theirs).norm() / theirs.norm()).item()
+        gradients, exact_gradients = (torch.stack([step[name] for step in record.gradients]) for record in (got, exact))
+        distances[name] = ((gradients - exact_gradients).norm() / exact_gradients.norm()).item()
     return distances
 
 
@@ -125,8 +125,8 @@ def test_other_scales_are_as_near_to_high_precision(pool: WorkerPool, layout: st
     exact = reference(pool)
     usual = errors(reference(pool, *FLOAT8), exact)
     assert all(error < 1.5 * usual[name] for name, error in errors(got, exact).items())
-    for mine, theirs in zip(got.metrics, exact.metrics, strict=True):
-        assert abs(mine["loss"] - theirs["loss"]) < 1e-3 * theirs["loss"]
+    for line, exact_line in zip(got.metrics, exact.metrics, strict=True):
+        assert abs(line["loss"] - exact_line["loss"]) < 1e-3 * exact_line["loss"]
 
 
 @pytest.mark.slow
@@ -179,7 +179,7 @@ def test_shards_are_gathered_in_float8_and_scales_in_one_reduction(pool: WorkerP
     world_size, arguments = LAYOUTS["fsdp2"]
     settings = [*ROWS, *arguments]
     float8, gathered = (
-        pool.run(world_size, counted_case, [*settings, *more])[0] for more in (FLOAT8, [*FLOAT8, GATHER])
+        pool.run(world_size, counted_case, [*settings, *options])[0] for options in (FLOAT8, [*FLOAT8, GATHER])
     )
     passes = STEPS * 4  # 8 rows on two ranks, one a micro-batch
     layer = 64 * (64 + 32 + 32 + 64 + 3 * 96)  # numbers of the matrices of a layer of the tiny model

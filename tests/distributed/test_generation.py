@@ -1,4 +1,4 @@
-"""Law: the tokens are those of the model's own forward, on one rank and on several, with windows and in a batch."""
+"""Law: generated tokens equal the model's own forward, on one rank and on several, with windows and in a batch."""
 
 import os
 import shutil
@@ -222,11 +222,11 @@ def hugging_face_case(family: str, prompts: list[list[int]], tokens: int) -> tup
         theirs.generation_config.eos_token_id = None
         weights = to_hf(model_spec(family), args, part.named_parameters())
         theirs.load_state_dict(weights, strict=not args.tie_embeddings)
-        found = []
+        continuations = []
         for prompt in prompts:
             ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-            found.append(ids[0, len(prompt) :].tolist())
-        return ours, found
+            continuations.append(ids[0, len(prompt) :].tolist())
+        return ours, continuations
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral", *slow("llama3")])
@@ -260,7 +260,7 @@ def made_folder(tmp_path: Path, args: TransformerArgs) -> Path:
     return tmp_path / "hf"
 
 
-def of_a_folder_case(folder: str, prompts: list[list[int]], tokens: int, sampling: Sampling) -> list[list[int]]:
+def folder_case(folder: str, prompts: list[list[int]], tokens: int, sampling: Sampling) -> list[list[int]]:
     process = Process.from_environment()
     _, job = command.checked([folder, "--ngpu", str(process.world_size)])
     with process_group(process, job.config.comm):
@@ -276,11 +276,11 @@ def test_a_hugging_face_folder_is_read_as_it_is(pool: WorkerPool, tmp_path: Path
     options = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     wanted = [theirs.generate(torch.tensor([p]), **options)[0, len(p) :].tolist() for p in PROMPTS]
     assert len({token for text in wanted for token in text}) > 10, "the model says something"
-    assert pool.run(1, of_a_folder_case, str(hf_folder), PROMPTS, 16, GREEDY) == [wanted]
-    assert pool.run(2, of_a_folder_case, str(hf_folder), PROMPTS, 16, GREEDY) == [wanted, wanted]
-    (drawn,) = pool.run(1, of_a_folder_case, str(hf_folder), PROMPTS, 16, Sampling(temperature=1.0))
+    assert pool.run(1, folder_case, str(hf_folder), PROMPTS, 16, GREEDY) == [wanted]
+    assert pool.run(2, folder_case, str(hf_folder), PROMPTS, 16, GREEDY) == [wanted, wanted]
+    (drawn,) = pool.run(1, folder_case, str(hf_folder), PROMPTS, 16, Sampling(temperature=1.0))
     assert drawn != wanted
-    assert pool.run(2, of_a_folder_case, str(hf_folder), PROMPTS, 16, Sampling(temperature=1.0)) == [drawn, drawn]
+    assert pool.run(2, folder_case, str(hf_folder), PROMPTS, 16, Sampling(temperature=1.0)) == [drawn, drawn]
 
 
 def refused_folder(argv: list[str], capsys: pytest.CaptureFixture) -> str:
@@ -350,10 +350,10 @@ def test_a_text_ends_before_an_end_and_others_continue(pool: WorkerPool) -> None
 
 def test_a_text_that_is_full_continues_with_its_younger_half(pool: WorkerPool) -> None:
     (whole,) = pool.run(1, written_case, Model(), PROMPTS[:1], 20, GREEDY, 0, (), 12)
-    fits, rest = whole[0][:5], whole[0][5:]  # 8 and 4 are 12; the fifth is the last one that the cache gives
+    fits, younger = whole[0][:5], whole[0][5:]  # 8 and 4 are 12; the fifth is the last one that the cache gives
     assert pool.run(1, written_case, Model(), PROMPTS[:1], 5, GREEDY, 0)[0] == [fits]
     half = [*PROMPTS[0], *fits][-6:]
-    assert pool.run(1, written_case, Model(), [half], 7, GREEDY, 0, (), 12)[0] == [rest[:7]]
+    assert pool.run(1, written_case, Model(), [half], 7, GREEDY, 0, (), 12)[0] == [younger[:7]]
 
 
 def test_tokens_are_drawn_among_the_likeliest() -> None:

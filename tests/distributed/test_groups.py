@@ -86,14 +86,14 @@ def test_memory_and_work_are_those_of_the_formula(group: int, inputs: int, again
     models = [model_of(settings_of(g), 7) for g in (1, group)]
     for model in models:
         model.layers.requires_grad_(False)  # gradients of weights are not what this is about
-    whole, found = (measure(model, tokens) for model in models)
-    assert found["kept_bytes"] - whole["kept_bytes"] == (inputs - 7) * hidden
-    assert found["attention_forwards"] == 14 + again
+    whole, grouped = (measure(model, tokens) for model in models)
+    assert grouped["kept_bytes"] - whole["kept_bytes"] == (inputs - 7) * hidden
+    assert grouped["attention_forwards"] == 14 + again
     with Meter() as meter, torch.no_grad():
         model_of(settings_of(1), 7)(tokens)
-    assert found["flops"] - whole["flops"] == again * meter.flops // 7
+    assert grouped["flops"] - whole["flops"] == again * meter.flops // 7
     alive = max(start // group + min(group, 7 - start) for start in range(0, 7, group))  # in one group's backward
-    assert found["peak_bytes"] - whole["peak_bytes"] == (alive - 7) * hidden
+    assert grouped["peak_bytes"] - whole["peak_bytes"] == (alive - 7) * hidden
 
 
 def test_inputs_on_the_host_leave_one_group_on_the_device() -> None:
@@ -103,7 +103,7 @@ def test_inputs_on_the_host_leave_one_group_on_the_device() -> None:
         model.layers.requires_grad_(False)
     six, twelve = (measure(model, tokens) for model in models)
     assert (six["kept_bytes"], six["peak_bytes"]) == (twelve["kept_bytes"], twelve["peak_bytes"])
-    assert six["kept_bytes"] < 3.1 * hidden  # beside the inputs, what the last norm keeps, and the output
+    assert six["kept_bytes"] < 3.1 * hidden  # besides the inputs: the last norm's and the output
 
 
 def test_the_input_of_the_group_before_is_fetched_ahead() -> None:
@@ -143,9 +143,9 @@ def gathers(arguments: list[str]) -> tuple[int, int]:
 
     gather = groups.foreach_all_gather
 
-    def counted(*args: object, **more: object) -> object:
+    def counted(*args: object, **options: object) -> object:
         calls[0] += 1
-        return gather(*args, **more)
+        return gather(*args, **options)
 
     with (
         trainer_of(arguments) as trainer,

@@ -101,8 +101,8 @@ def test_the_host_reads_once_in_a_step(pool: WorkerPool, case: str) -> None:
         assert counts == expected
         assert listed.count(TOTALS) == 1
         late = ("late",) if "fused" in case else ("read",)
-        assert {*listed} <= {TOTALS, HANDLE, (1,), UPDATE, BACKWARD, late}, "only handles beside the totals"
-        # Fused kernels mask the update themselves: the totals are those of step 2, and step 3 is not read yet.
+        assert {*listed} <= {TOTALS, HANDLE, (1,), UPDATE, BACKWARD, late}, "only handles, apart from the totals"
+        # Fused kernels mask the update themselves: the totals belong to step 2, and step 3 is not read yet.
         last_backward = max(i for i, event in enumerate(listed) if event == BACKWARD)
         assert last_backward < listed.index(TOTALS) < listed.index(UPDATE)
         assert listed[-1] == late

@@ -65,9 +65,9 @@ SETTINGS = [*BASE, f"--training.steps={STEPS}", f"--training.seq_len={SEQ_LEN}",
 def train(folder: str, hf: str, dtype: str, arguments: list[str]) -> dict:
     """On each rank: start from the weights in `hf`, train, export; losses, weights, logits before the first step."""
     process = Process.from_environment()
-    given = ["--model.flavor=debugmodel", f"--model.path={hf}", f"--training.dtype={dtype}"]
-    given += [f"--job.dump_folder={folder}", f"--checkpoint.export_dtype={dtype}", *harness.EXPORTED, *arguments]
-    config = parse_command_line([*SETTINGS, *given]).config
+    settings = ["--model.flavor=debugmodel", f"--model.path={hf}", f"--training.dtype={dtype}"]
+    settings += [f"--job.dump_folder={folder}", f"--checkpoint.export_dtype={dtype}", *harness.EXPORTED, *arguments]
+    config = parse_command_line([*SETTINGS, *settings]).config
     with mock.patch.object(harness, "VOCAB", LLAMA.vocab_size), process_group(process, config.comm):
         trainer = RecordingTrainer(resolved(config, process), process.device, record=Record())
         logits = None
@@ -77,7 +77,7 @@ def train(folder: str, hf: str, dtype: str, arguments: list[str]) -> dict:
                 logits = part.output(part(rows(0)["tokens"]))
         for step in range(1, STEPS + 1):
             trainer.train_step(step)
-        weights = trainer.of_all_stages(lambda p: p)
+        weights = trainer.gather_stages(lambda p: p)
         output = harness.exported(trainer, STEPS)
         trainer.metrics.close()
     if process.rank:
@@ -163,8 +163,8 @@ def check(pool: WorkerPool, folder: Path, model: str, dtype: str, layout: str) -
     arguments = [*arguments, f"--model.name={FAMILIES[model]}"]
     got = pool.run(world_size, train, str(folder / "run"), str(hf), dtype, arguments)[0]
     losses, theirs, before = their_own(model, dtype, [line["lr"] for line in got["metrics"]])
-    for mine, wanted in zip(got["metrics"], losses, strict=True):
-        assert abs(mine["loss"] - wanted) <= TOLERANCE[dtype] * wanted
+    for step, wanted in zip(got["metrics"], losses, strict=True):
+        assert abs(step["loss"] - wanted) <= TOLERANCE[dtype] * wanted
     if got["logits"] is not None:
         assert error(got["logits"], before) < TOLERANCE[dtype]
     # The export: bit for bit the weights of the run.
@@ -238,8 +238,8 @@ def bytes_read(folder: str, hf: str, arguments: list[str]) -> tuple[int, int, in
 @contextmanager
 def trainer_from(folder: str, hf: str, arguments: list[str]) -> Iterator[Trainer]:
     process = Process.from_environment()
-    given = [f"--model.flavor={hf}", f"--checkpoint.initial_load_path={hf}", f"--job.dump_folder={folder}"]
-    config = parse_command_line([*BASE, *given, *arguments]).config
+    settings = [f"--model.flavor={hf}", f"--checkpoint.initial_load_path={hf}", f"--job.dump_folder={folder}"]
+    config = parse_command_line([*BASE, *settings, *arguments]).config
     with process_group(process, config.comm):
         trainer = Trainer(resolve(config, process.world_size, process.device.type), process.device)
         yield trainer

@@ -62,9 +62,9 @@ def run_backward(how: str, model: nn.Module, hidden: torch.Tensor, out: torch.Te
         return torch.autograd.grad(loss, parameters, torch.ones_like(loss))
     if how == "grad, materialized":
         unused = torch.ones(1, requires_grad=True)
-        *found, zero = torch.autograd.grad(loss, [*parameters, unused], materialize_grads=True)
+        *gradients, zero = torch.autograd.grad(loss, [*parameters, unused], materialize_grads=True)
         assert zero.item() == 0
-        return found
+        return gradients
     if how == "backward of several":
         torch.autograd.backward([out, loss * 0], [2 * out.detach(), None])
     elif how == "backward of inputs":
@@ -74,9 +74,9 @@ def run_backward(how: str, model: nn.Module, hidden: torch.Tensor, out: torch.Te
         assert hidden.grad is None
     else:
         loss.backward()
-    found = [p.grad for p in parameters]
+    gradients = [p.grad for p in parameters]
     model.zero_grad()
-    return found
+    return gradients
 
 
 @pytest.mark.parametrize("how", ["backward", "backward of several", "backward of inputs", "grad", "grad, materialized"])
@@ -177,7 +177,7 @@ def refused_calls_case() -> list[str]:
         with pytest.raises(ContextParallelError) as error:
             loss.backward()
         messages.append(str(error.value))
-        # Attention outside is that of one process again.
+        # Attention outside runs on one process again.
         assert model(x).shape == x.shape
         with pytest.raises(ZeroDivisionError), intercepted(mesh, x):
             raise ZeroDivisionError

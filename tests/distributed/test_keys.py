@@ -93,7 +93,7 @@ def observe(arguments: list[str], folder: str, fail: str) -> Observed:
 
 
 def watch(trainer: Trainer, seen: Observed) -> None:
-    """Note what is known before the first step, and let layers and embedding tell what they do."""
+    """Record facts known before the first step, and add hooks to layers and embedding that record their calls."""
     parts = trainer.model_parts
     seen.parameters = {
         name: ((p.to_local() if isinstance(p, DTensor) else p).numel(), str(p.dtype).removeprefix("torch."))
@@ -292,12 +292,12 @@ def test_the_tests_that_are_named_exist_and_are_quick(name: str) -> None:
     assert WIDE.get(name) != ()
     path, _, function = name.partition("::")
     tree = ast.parse((ROOT / path).read_text())
-    (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
-    assert not any(re.fullmatch(r"pytest\.mark\.slow", ast.unparse(mark)) for mark in found.decorator_list)
+    (definition,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    assert not any(re.fullmatch(r"pytest\.mark\.slow", ast.unparse(mark)) for mark in definition.decorator_list)
 
 
 def test_settings_without_effect_change_nothing(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """What is only told of (trainer/job/resolution.py) does not get in the way of a run on one rank."""
+    """Settings that a run only reports as ineffective (trainer/job/resolution.py) do not disturb a run on one rank."""
     in_vain = (
         "--float8.enable_fsdp_float8_all_gather",
         "--parallelism.context_parallel_method=hybrid --parallelism.context_parallel_hybrid_degrees 2 2",
@@ -310,8 +310,8 @@ def test_settings_without_effect_change_nothing(pool: WorkerPool, data: Path, tm
         "--float8.enable --float8.emulate --training.mixed_precision_param=bfloat16 --training.global_batch_size=6"
     )
     runs = [(bfloat16, ""), (f"{bfloat16} {' '.join(in_vain)}", "")]
-    plain, told = pool.run(1, observe_all, runs, [0, 0], str(data), str(tmp_path))[0]
-    assert (plain.code, told.code) == (0, 0), told.out
-    reasons = told.out.count("note: ") - plain.out.count("note: ")
+    plain, noted = pool.run(1, observe_all, runs, [0, 0], str(data), str(tmp_path))[0]
+    assert (plain.code, noted.code) == (0, 0), noted.out
+    reasons = noted.out.count("note: ") - plain.out.count("note: ")
     assert reasons == 5  # one for each
-    assert (told.losses, told.final, told.calls) == (plain.losses, plain.final, plain.calls)
+    assert (noted.losses, noted.final, noted.calls) == (plain.losses, plain.final, plain.calls)

@@ -1,4 +1,4 @@
-"""Laws of steps that are read during the next one: the run is bit for bit that of steps that are read at once.
+"""Laws of steps that are read during the next step: the run equals, bit for bit, a run that reads each step at once.
 
 A checkpoint, the first and the last step, and a stop know their outcome. No update follows a step that ends the run.
 """
@@ -87,7 +87,7 @@ def training_case(folder: str, arguments: list[str], at_once: bool = False, stop
 
 
 def lines_of(folder: Path) -> list[dict]:
-    """The logged steps, without what is measured."""
+    """Return the logged steps without measured values."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: x for key, x in line.items() if not key.startswith(TIMES)} for line in lines]
 
@@ -96,11 +96,11 @@ def lines_of(folder: Path) -> list[dict]:
 def test_the_run_is_that_of_steps_that_are_read_at_once(pool: WorkerPool, tmp_path: Path, sources: list[str]) -> None:
     """Also through a stop and a resume: weights, moments, biases of routers, positions, and each logged line."""
     ranks, arguments = LAYOUTS["ep2"]
-    given = [*arguments, *sources]
-    at_once = pool.run(ranks, training_case, str(tmp_path / "once"), given, True)
-    late = pool.run(ranks, training_case, str(tmp_path / "late"), given)
-    stopped = pool.run(ranks, training_case, str(tmp_path / "stopped"), given, False, STOPPED - 1)
-    resumed = pool.run(ranks, training_case, str(tmp_path / "stopped"), given)
+    settings = [*arguments, *sources]
+    at_once = pool.run(ranks, training_case, str(tmp_path / "once"), settings, True)
+    late = pool.run(ranks, training_case, str(tmp_path / "late"), settings)
+    stopped = pool.run(ranks, training_case, str(tmp_path / "stopped"), settings, False, STOPPED - 1)
+    resumed = pool.run(ranks, training_case, str(tmp_path / "stopped"), settings)
 
     alone = {1, INTERVAL, 2 * INTERVAL, STEPS}
     for seen in late:
@@ -184,9 +184,9 @@ def test_a_checkpoint_by_the_time_is_that_of_the_step_that_runs_when_it_is_known
 
 
 def test_bad_data_stop_the_run_after_the_same_step(pool: WorkerPool, tmp_path: Path, damaged: Path) -> None:
-    given = ["--training.dataset=tokens", f"--training.dataset_path={damaged}"]
-    at_once = pool.run(2, test_bad_data.train, str(tmp_path / "once"), given)
-    late = pool.run(2, test_bad_data.train, str(tmp_path / "late"), [*given, FUSED])
+    settings = ["--training.dataset=tokens", f"--training.dataset_path={damaged}"]
+    at_once = pool.run(2, test_bad_data.train, str(tmp_path / "once"), settings)
+    late = pool.run(2, test_bad_data.train, str(tmp_path / "late"), [*settings, FUSED])
     assert late == at_once
     assert f"document {test_bad_data.bad_document()}, is damaged" in late[0][0]
     assert LocalStore(tmp_path / "late" / "checkpoint").steps() == [late[0][1]]

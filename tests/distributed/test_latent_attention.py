@@ -1,4 +1,4 @@
-"""Law: attention over latents of many ranks is latent attention of one process, and latents are what is sent.
+"""Law: attention over latents of many ranks equals latent attention of one process, and ranks send latents.
 
 The oracle expands the latents head by head, on one process, in float64. Cotangents are random.
 """
@@ -82,4 +82,4 @@ def test_bytes_are_those_of_latents(pool: WorkerPool, method: str, kinds: tuple[
     sent = [results[0]["sent"] for results in pool.run(degree, attention_case, [case])]
     payload = BATCH * (SIZES[0] + SIZES[1]) * case.dtype.itemsize
     others = seq_len * (degree - 1)
-    assert [sum(of_rank[kind] for of_rank in sent) for kind in kinds] == [2 * others * payload, others * payload]
+    assert [sum(counts[kind] for counts in sent) for kind in kinds] == [2 * others * payload, others * payload]

@@ -10,10 +10,10 @@ from tests.library_alone import NoProgram
 
 
 def test_a_transformers_model_trains_by_the_library_alone(tmp_path: Path) -> None:
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "tests.library_alone", str(tmp_path)], capture_output=True, text=True, timeout=120
     )
-    assert found.returncode == 0, found.stderr
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("name", ["trainer", "trainer.job", "trainer.config.errors", "trainer.parallel"])

@@ -62,8 +62,8 @@ def drawn(
     shape = (batch, length, 4, 5) if "channels" in kind else (batch, length, 4)
     decay = -strength * torch.rand(shape, dtype=dtype, generator=generator)
     beta = torch.rand(batch, length, 4, dtype=dtype, generator=generator) if "delta" in kind else None
-    found = [q, k / k.norm(dim=-1, keepdim=True), v, decay, beta]
-    return [None if x is None else x.requires_grad_() for x in found]
+    inputs = [q, k / k.norm(dim=-1, keepdim=True), v, decay, beta]
+    return [None if x is None else x.requires_grad_() for x in inputs]
 
 
 def starts_of(batch: int, length: int, share: float, seed: int) -> torch.Tensor:
@@ -78,10 +78,10 @@ def positions_of(starts: torch.Tensor) -> torch.Tensor:
     return places - (places * starts).cummax(1).values
 
 
-def differences(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+def differences(tensors: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     """The largest relative error; a tensor that should vanish counts as a hundredth of the largest one."""
     least = max(b.norm().item() for b in wanted) / 100
-    return max(((a - b).norm() / max(b.norm().item(), least)).item() for a, b in zip(found, wanted, strict=True))
+    return max(((a - b).norm() / max(b.norm().item(), least)).item() for a, b in zip(tensors, wanted, strict=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,12 +97,12 @@ def test_chunks_are_the_recurrence(
     positions = positions_of(starts) if packed else None
     got, _, last = linear_attention(Tokens(*inputs, positions, 0.7), None)
     wanted = token_by_token(*inputs, starts, 0.7)
-    given = [x for x in inputs if x is not None]
+    leaves = [x for x in inputs if x is not None]
     cotangent = torch.randn(wanted.shape, dtype=wanted.dtype, generator=torch.Generator().manual_seed(length))
-    gradients = [torch.autograd.grad(x, given, cotangent) for x in (got, wanted)]
+    gradients = [torch.autograd.grad(x, leaves, cotangent) for x in (got, wanted)]
     assert differences([got, *gradients[0]], [wanted, *gradients[1]]) < TOLERANCE
-    more = [None if x is None else x.detach()[:, -1:] for x in inputs]
-    one = torch.einsum("bhk,bhkv->bhv", more[0][:, 0].repeat_interleave(2, 1), last)
+    last_token = [None if x is None else x.detach()[:, -1:] for x in inputs]
+    one = torch.einsum("bhk,bhkv->bhv", last_token[0][:, 0].repeat_interleave(2, 1), last)
     assert differences([0.7 * one], [wanted[:, -1].detach()]) < TOLERANCE, "the state behind the last token"
 
 
@@ -113,13 +113,13 @@ def test_strong_decays_neither_overflow_nor_divide(kind: str) -> None:
     with torch.no_grad():
         inputs[3][:, ::7] = 0.0
     got = linear_attention(Tokens(*inputs, None, 1.0), None)[0]
-    given = [x for x in inputs if x is not None]
+    leaves = [x for x in inputs if x is not None]
     cotangent = torch.randn(got.shape, generator=torch.Generator().manual_seed(2))
-    gradients = torch.autograd.grad(got, given, cotangent)
+    gradients = torch.autograd.grad(got, leaves, cotangent)
     exact = [None if x is None else x.detach().double().requires_grad_() for x in inputs]
     wanted = token_by_token(*exact, starts_of(1, 130, 0.0, 0), 1.0)
-    of_exact = torch.autograd.grad(wanted, [x for x in exact if x is not None], cotangent.double())
-    assert differences([got, *gradients], [wanted, *of_exact]) < 1e-5
+    exact_gradients = torch.autograd.grad(wanted, [x for x in exact if x is not None], cotangent.double())
+    assert differences([got, *gradients], [wanted, *exact_gradients]) < 1e-5
 
 
 def random_cases(seed: int, in_turn: bool) -> list[str]:
@@ -134,8 +134,8 @@ def random_cases(seed: int, in_turn: bool) -> list[str]:
             packed, run, chunk = rng.choice((0.0, 0.02, 0.3)), rng.choice((1, 10**9)), rng.choice((8, 64))
             chunks = mock.patch("longshard.context.linear_pass.CHUNK", chunk)
             with chunks, mock.patch.dict(linear_chunks.LONGEST_RUN, cpu=run):
-                found = one_case(mesh, layout, kind, batch, packed)
-            problems += [f"case {number}, {kind}, {layout.ranges}, chunks {chunk}, {run}: {x}" for x in found]
+                faults = one_case(mesh, layout, kind, batch, packed)
+            problems += [f"case {number}, {kind}, {layout.ranges}, chunks {chunk}, {run}: {x}" for x in faults]
     return problems
 
 
@@ -145,16 +145,16 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kind: str, batch: int, packed
     cotangent = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     rank = mesh.get_local_rank()
     own = torch.from_numpy(layout.indices(rank))
-    mine = [None if x is None else x[:, own].detach().requires_grad_() for x in inputs]
+    shards = [None if x is None else x[:, own].detach().requires_grad_() for x in inputs]
     exchange.bytes_sent.clear()
     with region(mesh, layout, sequences=batch) as opened:
         positions = positions_of(starts)[:, own] if packed else None
-        got = linear_attention(Tokens(*mine, positions, 0.5), opened.attention_plan)[0]
+        got = linear_attention(Tokens(*shards, positions, 0.5), opened.attention_plan)[0]
         before = exchange.bytes_sent.copy()
-        gradients = torch.autograd.grad(got, [x for x in mine if x is not None], cotangent[:, own])
-    of_whole = torch.autograd.grad(wanted, [x for x in inputs if x is not None], cotangent)
+        gradients = torch.autograd.grad(got, [x for x in shards if x is not None], cotangent[:, own])
+    whole_gradients = torch.autograd.grad(wanted, [x for x in inputs if x is not None], cotangent)
     names = ["output", "q", "k", "v", "decay", "beta"]
-    pairs = zip(names, [got, *gradients], [wanted, *of_whole], strict=False)
+    pairs = zip(names, [got, *gradients], [wanted, *whole_gradients], strict=False)
     problems = [name for name, a, b in pairs if not (a - b[:, own]).norm() <= TOLERANCE * max(b.norm().item(), 1.0)]
     after = exchange.bytes_sent - before
     total = torch.tensor([[sent["exchange"], sent["states"]] for sent in (before, after)])
@@ -170,14 +170,14 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kind: str, batch: int, packed
 
 
 def maps_sent(layout: AxisLayout, behind: bool) -> int:
-    """Maps that travel: to each rank those of others before its last fragment, or behind its first one."""
+    """Return the number of maps that ranks get: maps of others before their last fragment, or behind their first."""
     owner = {i: r for r, ranges in enumerate(fragments_of(layout).ranges) for a, b in ranges for i in range(a, b)}
-    found = 0
+    maps = 0
     for rank in range(layout.degree):
         own = [i for i, r in owner.items() if r == rank]
         if own:
-            found += sum(r != rank and (i > min(own) if behind else i < max(own)) for i, r in owner.items())
-    return found
+            maps += sum(r != rank and (i > min(own) if behind else i < max(own)) for i, r in owner.items())
+    return maps
 
 
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
@@ -195,26 +195,26 @@ def test_maps_are_gathered_while_they_are_small() -> None:
         assert linear_scan.is_gathered(layout, 4 * 32 * 128 * 256) == gathered
 
 
-def wrong_case(what: str) -> float:
+def wrong_case(fault: str) -> float:
     """The error of the same call with one of the parts left out."""
     with mesh_of_all() as mesh:
         layout = AxisLayout("pieces", 40, (((0, 10), (30, 40)), ((10, 30),)))
         inputs, starts = drawn("delta", 1, 40, seed=0), starts_of(1, 40, 0.05, 3)
         wanted = token_by_token(*inputs, starts, 0.5).detach()
         own = torch.from_numpy(layout.indices(mesh.get_local_rank()))
-        mine = [x[:, own].detach() for x in inputs]
+        shards = [x[:, own].detach() for x in inputs]
         with region(mesh, layout, sequences=1) as opened:
-            positions = None if what == "documents" else positions_of(starts)[:, own]
-            plan = None if what == "exchange" else opened.attention_plan
-            if what == "exchange":
-                linear_attention(Tokens(*mine, positions, 0.5), opened.attention_plan)
-            got = linear_attention(Tokens(*mine, positions, 0.5), plan)[0]
+            positions = None if fault == "documents" else positions_of(starts)[:, own]
+            plan = None if fault == "exchange" else opened.attention_plan
+            if fault == "exchange":
+                linear_attention(Tokens(*shards, positions, 0.5), opened.attention_plan)
+            got = linear_attention(Tokens(*shards, positions, 0.5), plan)[0]
         return ((got - wanted[:, own]).norm() / wanted.norm()).item()
 
 
-@pytest.mark.parametrize("what", ["documents", "exchange"])
-def test_the_test_sees_what_is_missing(pool: WorkerPool, what: str) -> None:
-    assert max(pool.run(2, wrong_case, what)) > 1e-3
+@pytest.mark.parametrize("fault", ["documents", "exchange"])
+def test_the_test_sees_what_is_missing(pool: WorkerPool, fault: str) -> None:
+    assert max(pool.run(2, wrong_case, fault)) > 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)

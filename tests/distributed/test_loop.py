@@ -1,4 +1,4 @@
-"""What the loop promises beside parity: precision, stops, shared batches, the speed that it reports."""
+"""Promises of the loop other than parity: precision, stops, shared batches, the speed that it reports."""
 
 import copy
 import itertools
@@ -77,7 +77,7 @@ def test_ranks_that_share_a_batch_must_read_the_same(pool: WorkerPool, tmp_path)
 
 
 def not_finite_case(folder: str, arguments: list[str]) -> tuple[str, bool, bool]:
-    """The message, and whether weights, and values of the optimizer, are those of the step before."""
+    """Return the message, and whether weights and values of the optimizer still equal the step before."""
     process, config, job = build(folder, *arguments)
     with process_group(process, config.comm):
         trainer = RecordingTrainer(job, process.device, record=Record())
@@ -117,7 +117,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_all_and_changes_nothing
 
 
 def plain_case(folder: str) -> list[dict[str, float]]:
-    """For each of two steps: how far loss, norm and gradients are from those of plain PyTorch code."""
+    """Return, for each of two steps, the differences of loss, norm and gradients to plain PyTorch code."""
     process, config, job = build(folder, "--training.dtype=float64")
     differences = []
     with process_group(process, config.comm):

@@ -51,18 +51,18 @@ lora_adapted = lora._adapted
 def train(folder: str, hf: str, arguments: list[str], fault: bool = False) -> dict:
     """On each rank: train adapters of the weights in `hf`, save and export them."""
     process = Process.from_environment()
-    given = [f"--model.flavor={hf}", f"--checkpoint.initial_load_path={hf}", f"--job.dump_folder={folder}"]
-    given += ["--training.dtype=float64", "--checkpoint.export_dtype=float64", *SAVED, *LORA, *arguments]
-    config = parse_command_line([*SETTINGS, *given]).config
+    settings = [f"--model.flavor={hf}", f"--checkpoint.initial_load_path={hf}", f"--job.dump_folder={folder}"]
+    settings += ["--training.dtype=float64", "--checkpoint.export_dtype=float64", *SAVED, *LORA, *arguments]
+    config = parse_command_line([*SETTINGS, *settings]).config
     planted = mock.patch.object(lora, "_adapted", sums_of_one_rank) if fault else nullcontext()
     made = mock.patch.object(harness, "VOCAB", LLAMA.vocab_size)
     with made, planted, process_group(process, config.comm):
         record = Record()
         trainer = RecordingTrainer(resolved(config, process), process.device, record=record)
-        before = trainer.of_all_stages(lambda p: p)
+        before = trainer.gather_stages(lambda p: p)
         for step in range(1, STEPS + 1):
             trainer.train_step(step)
-        after = trainer.of_all_stages(lambda p: p)
+        after = trainer.gather_stages(lambda p: p)
         output = harness.exported(trainer, STEPS)
         trainer.metrics.close()
     if process.rank:
@@ -90,7 +90,7 @@ def test_sequences_in_chunks_train_the_same_adapters(
     pool: WorkerPool, hf: Path, tmp_path: Path, modules: list[str]
 ) -> None:
     """Also where keys and values of the first layer have no gradient."""
-    runs = [["--lora.modules", *modules, *more] for more in ([], ["--training.sequence_chunks=3"])]
+    runs = [["--lora.modules", *modules, *options] for options in ([], ["--training.sequence_chunks=3"])]
     one, got = (pool.run(1, train, str(tmp_path / str(len(run))), str(hf), run)[0] for run in runs)
     assert not differences(got, one)
 
@@ -102,15 +102,15 @@ def exported(run: dict) -> dict[str, torch.Tensor]:
 def differences(got: dict, wanted: dict) -> list[str]:
     """What differs by more than 1e-10, relative to its norm."""
     compared = [("after", got["after"], wanted["after"]), ("merged", exported(got), exported(wanted))]
-    compared += [("gradient", *of_step) for of_step in zip(got["gradients"], wanted["gradients"], strict=True)]
-    for mine, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
-        numbers = ({key: torch.tensor(line[key]) for key in ("loss", "grad_norm")} for line in (mine, theirs))
-        compared.append((f"step {mine['step']}", *numbers))
-    found = []
-    for what, mine, theirs in compared:
-        assert mine.keys() == theirs.keys()
-        found += [f"{what} {name}" for name, x in theirs.items() if not (mine[name] - x).norm() <= 1e-10 * x.norm()]
-    return found
+    compared += [("gradient", *pair) for pair in zip(got["gradients"], wanted["gradients"], strict=True)]
+    for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
+        numbers = ({key: torch.tensor(line[key]) for key in ("loss", "grad_norm")} for line in (ours, theirs))
+        compared.append((f"step {ours['step']}", *numbers))
+    names = []
+    for kind, ours, theirs in compared:
+        assert ours.keys() == theirs.keys()
+        names += [f"{kind} {name}" for name, x in theirs.items() if not (ours[name] - x).norm() <= 1e-10 * x.norm()]
+    return names
 
 
 QUICK = ["tp2", "cp2+tp2"]
@@ -128,7 +128,7 @@ def test_the_comparison_sees_a_sum_over_inputs_that_misses_a_rank(
     pool: WorkerPool, hf: Path, one: dict, tmp_path: Path
 ) -> None:
     got = pool.run(2, train, str(tmp_path / "run"), str(hf), LAYOUTS["tp2"][1], True)[0]
-    assert any(what.startswith("gradient layers.0.feed_forward.w2.lora_b") for what in differences(got, one))
+    assert any(name.startswith("gradient layers.0.feed_forward.w2.lora_b") for name in differences(got, one))
 
 
 @pytest.mark.slow
@@ -191,7 +191,7 @@ def test_layouts_drop_the_same_inputs_of_packed_documents_and_parts(pool: Worker
 
 
 def test_the_comparison_sees_other_masks(one: dict, dropped: dict) -> None:
-    assert any(what.startswith("gradient") for what in differences(one, dropped))
+    assert any(name.startswith("gradient") for name in differences(one, dropped))
 
 
 def test_frozen_weights_stay(one: dict) -> None:
@@ -233,7 +233,7 @@ def test_layouts_train_embedding_and_output_beside_adapters(
 # ---- peft
 
 
-def of_peft(name: str) -> str:
+def our_name(name: str) -> str:
     """Our name of the tensor that peft calls so."""
     names = {"q_proj": "attention.wq", "o_proj": "attention.wo", "down_proj": "feed_forward.w2"}
     _, _, _, _, layer, _, module, matrix, *_ = name.split(".")
@@ -242,7 +242,7 @@ def of_peft(name: str) -> str:
 
 @pytest.mark.parametrize("rslora", [["--lora.rslora"], *slow([])])
 def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Path, rslora: list[str]) -> None:
-    """From the same start: losses; then what is converted there, alone and merged, has the logits of their loop."""
+    """From one start, losses are equal. Adapters converted here, alone and merged, have the logits of peft's run."""
     run = tmp_path / "run"
     got = pool.run(1, train, str(run), str(hf), [*rslora, "--lora.modules", "wq", "wo", "w2"])[0]
     targets = ["q_proj", "o_proj", "down_proj"]
@@ -252,7 +252,7 @@ def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Pa
     with torch.no_grad():
         for name, parameter in trained.items():
             if "lora_A" in name:
-                parameter.copy_(got["before"][of_peft(name)])
+                parameter.copy_(got["before"][our_name(name)])
     optimizer = torch.optim.AdamW(trained.values(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     with precise("plain", "float64"):
         for step, line in enumerate(got["metrics"]):

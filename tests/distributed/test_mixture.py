@@ -1,4 +1,4 @@
-"""Law: losses, tokens and passes of each source of a mixture are those of one process on every layout."""
+"""Law: losses, tokens and passes of each source of a mixture equal one process on every layout."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ NAMES = ["web", "code", "none"]
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments of a job on three sources, of which the last one is left out."""
+    """Arguments of a job on three sources; the last source has the weight 0."""
     folder = tmp_path_factory.mktemp("mixture")
     for name in NAMES:
         lines = [json.dumps({"text": f"{name} {i} is {i * i} " * (i % 5 + 1)}) for i in range(40)]
@@ -37,9 +37,9 @@ def train(folder: str, arguments: list[str]) -> list[list[torch.Tensor]]:
     added, add = [], SourceLosses.losses
     with trainer_in(folder, arguments) as trainer:
 
-        def adding(losses: SourceLosses, batch: TextBatch, of_tokens: torch.Tensor) -> None:
-            added.append([batch["sources"], of_tokens.double().sum(1), count_valid(batch["labels"], dim=1)])
-            add(losses, batch, of_tokens)
+        def adding(losses: SourceLosses, batch: TextBatch, token_losses: torch.Tensor) -> None:
+            added.append([batch["sources"], token_losses.double().sum(1), count_valid(batch["labels"], dim=1)])
+            add(losses, batch, token_losses)
 
         with mock.patch.object(SourceLosses, "losses", adding):
             trainer.train()
@@ -56,7 +56,7 @@ references: dict[str, list[dict]] = {}
 @pytest.mark.parametrize("layout", ["fsdp2", *slow("cp2", "cp2+pp2")])
 def test_a_layout_records_what_one_process_does(pool: WorkerPool, tmp_path: Path, data: list[str], layout: str) -> None:
     world_size, arguments = LAYOUTS[layout]
-    more = ["--training.local_batch_size=2"] if "fsdp" in layout else ["--training.local_batch_size=4"]
+    batch = ["--training.local_batch_size=2"] if "fsdp" in layout else ["--training.local_batch_size=4"]
     if "one" not in references:
         ((*added,),) = pool.run(1, train, str(tmp_path / "one"), [*data, "--training.local_batch_size=4"])
         references["one"] = lines_of(tmp_path / "one")
@@ -64,9 +64,11 @@ def test_a_layout_records_what_one_process_does(pool: WorkerPool, tmp_path: Path
         for line, steps in zip(references["one"], (added[:2], added[2:4], added[4:]), strict=True):
             sources, sums, counts = (torch.cat(column) for column in zip(*steps, strict=True))
             for number, name in enumerate(NAMES[:2]):
-                mine = sources == number
-                assert line[f"loss/{name}"] == pytest.approx(float(sums[mine].sum() / counts[mine].sum()), rel=1e-12)
-    pool.run(world_size, train, str(tmp_path / "several"), [*data, *arguments, *more])
+                is_own = sources == number
+                assert line[f"loss/{name}"] == pytest.approx(
+                    float(sums[is_own].sum() / counts[is_own].sum()), rel=1e-12
+                )
+    pool.run(world_size, train, str(tmp_path / "several"), [*data, *arguments, *batch])
     for one, several in zip(references["one"], lines_of(tmp_path / "several"), strict=True):
         keys = [key for key in one if "/" in key]
         assert keys == [key for key in several if "/" in key]

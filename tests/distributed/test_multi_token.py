@@ -1,6 +1,6 @@
-"""Law: multi-token prediction over ranks, chunks and micro-batches is that of one process; targets cross their borders.
+"""Law: multi-token prediction over ranks, chunks and micro-batches equals one process; targets cross their borders.
 
-Its layouts one by one: the support matrix. What one process computes: tests/unit/test_multi_token.py.
+The support matrix tests its layouts one by one, and tests/unit/test_multi_token.py the values on one process.
 """
 
 from unittest import mock
@@ -85,10 +85,10 @@ def test_a_layout_equals_one_process(pool: WorkerPool, name: str) -> None:
     got = pool.run(ranks, run_layout, [*BASE, *shared, *arguments])[0]
     wanted = reference(pool, *BASE, *shared)
     assert_parity(got, wanted, TOLERANCE)
-    for mine, theirs in zip(got.metrics, wanted.metrics, strict=True):
+    for ours, theirs in zip(got.metrics, wanted.metrics, strict=True):
         for key in ("mtp_loss_1", "mtp_loss_2"):
-            assert mine[key] == pytest.approx(theirs[key], rel=TOLERANCE)
-            assert mine[key] != pytest.approx(theirs["loss"], rel=1e-4)
+            assert ours[key] == pytest.approx(theirs[key], rel=TOLERANCE)
+            assert ours[key] != pytest.approx(theirs["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)

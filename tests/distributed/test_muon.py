@@ -44,15 +44,15 @@ def layout_of(name: str) -> tuple[int, list[str]]:
 
 
 @lru_cache
-def of_one_process(pool: WorkerPool, *arguments: str) -> dict[str, torch.Tensor]:
+def single_process_state(pool: WorkerPool, *arguments: str) -> dict[str, torch.Tensor]:
     return merged([{"state": pool.run(1, rounding_case, list(arguments))[0]}], "state")
 
 
 def differences(pool: WorkerPool, layout: str, *model: str) -> dict[str, float]:
-    """Relative differences of weights and states to those of one process, after updates by the same gradients."""
+    """Return relative differences of weights and states to one process, after updates by the same gradients."""
     world_size, arguments = layout_of(layout)
     results = pool.run(world_size, rounding_case, [*model, *arguments])
-    got, wanted = merged([{"state": result} for result in results], "state"), of_one_process(pool, *model)
+    got, wanted = merged([{"state": result} for result in results], "state"), single_process_state(pool, *model)
     assert got.keys() == wanted.keys()
     return {
         name: ((got[name] - x).norm() / x.norm().clamp(min=1e-30)).item() for name, x in wanted.items() if x.numel()
@@ -78,16 +78,16 @@ def differences(pool: WorkerPool, layout: str, *model: str) -> dict[str, float]:
     ],
 )
 def test_every_layout_updates_as_one_process(pool: WorkerPool, layout: str, model: list[str]) -> None:
-    found = differences(pool, layout, MUON, FLOAT64, *model)
-    assert largest(*found.values()) < 1e-12, max(found.items(), key=lambda item: item[1])
+    errors = differences(pool, layout, MUON, FLOAT64, *model)
+    assert largest(*errors.values()) < 1e-12, max(errors.items(), key=lambda item: item[1])
 
 
 def torchs_muon_case(rule: str, nesterov: bool) -> dict[str, float]:
     """Largest differences to PyTorch's Muon after three updates by the same gradients, in bfloat16 products."""
     nesterov_key = f"--muon.nesterov={str(nesterov).lower()}"
-    given = [*ONE_ROW, MUON, "--muon.dtype=bfloat16", f"--muon.lr_rule={rule}", nesterov_key, "--muon.lr=0.01"]
+    settings = [*ONE_ROW, MUON, "--muon.dtype=bfloat16", f"--muon.lr_rule={rule}", nesterov_key, "--muon.lr=0.01"]
     whole_rate = ["--lr_scheduler.warmup_steps=0", "--training.dtype=float32", "--muon.weight_decay=0.2"]
-    with trainer_of([*given, *whole_rate]) as trainer:
+    with trainer_of([*settings, *whole_rate]) as trainer:
         (model,) = trainer.model_parts
         matrices = {name: p for name, p in model.named_parameters() if p in matrices_of([model])}
         copies = [torch.nn.Parameter(p.detach().clone()) for p in matrices.values()]
@@ -105,10 +105,10 @@ def torchs_muon_case(rule: str, nesterov: bool) -> dict[str, float]:
 
 @pytest.mark.parametrize(("rule", "nesterov"), [("original", True), ("match_rms_adamw", False)])
 def test_one_process_updates_as_pytorchs_muon(pool: WorkerPool, rule: str, nesterov: bool) -> None:
-    """Products of several matrices at once round as those of one: the difference is of the last bit of float32."""
-    found = pool.run(1, torchs_muon_case, rule, nesterov)[0]
-    assert set(found) == {f"layers.{i}.{name}.weight" for i in range(2) for name in MATRICES}
-    assert largest(*found.values()) < 1e-6
+    """Products of several matrices at once may round differently: in the last bit of float32."""
+    errors = pool.run(1, torchs_muon_case, rule, nesterov)[0]
+    assert set(errors) == {f"layers.{i}.{name}.weight" for i in range(2) for name in MATRICES}
+    assert largest(*errors.values()) < 1e-6
 
 
 MATRICES = [*(f"attention.{name}" for name in ("wq", "wk", "wv", "wo")), *(f"feed_forward.w{i}" for i in (1, 2, 3))]
@@ -151,19 +151,19 @@ def counted_case(arguments: list[str]) -> dict[str, object]:
 def test_each_product_runs_once_and_sends_what_it_must(
     pool: WorkerPool, layout: str, model: list[str], copies: int
 ) -> None:
-    """A matrix goes to its owner but for what the owner has, and back to all copies but for the owner's own shards.
+    """A matrix goes to its owner, without the owner's shard, and back to all copies, without the owner's own shards.
 
     copies: of each shard. An expert that lies on one rank stays there.
     """
     world_size, arguments = LAYOUTS.get(layout) or OTHERS[layout]
-    of_one = pool.run(1, counted_case, model)[0]
+    single = pool.run(1, counted_case, model)[0]
     results = pool.run(world_size, counted_case, [*model, *arguments])
     made = sum((result["made"] for result in results), Counter())
-    assert made == of_one["made"]
-    assert of_one["sent"] == 0
+    assert made == single["made"]
+    assert single["sent"] == 0
     stays = "pp" in layout
-    dealt = 8 * sum(numbers[0][-1] * rows_of(numbers[0]) for name, numbers in of_one["shards"].items() if divided(name))
-    experts = 8 * sum(x[0][-1] * rows_of(x[0]) for name, x in of_one["shards"].items() if not divided(name))
+    dealt = 8 * sum(numbers[0][-1] * rows_of(numbers[0]) for name, numbers in single["shards"].items() if divided(name))
+    experts = 8 * sum(x[0][-1] * rows_of(x[0]) for name, x in single["shards"].items() if not divided(name))
     ranks = world_size // (2 if stays else 1)
     shards = ranks // copies
     there = 0 if stays else dealt * (shards - 1) // shards
@@ -216,27 +216,27 @@ def test_a_saved_step_is_whole(pool: WorkerPool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 def test_steps_that_are_left_out_change_nothing(pool: WorkerPool, implementation: str) -> None:
-    given = [*test_skipped_steps.MODEL, MUON, f"--optimizer.implementation={implementation}"]
-    for seen in pool.run(2, test_skipped_steps.skipping_case, [*given, *LAYOUTS["fsdp2"][1]], "wq.weight"):
+    settings = [*test_skipped_steps.MODEL, MUON, f"--optimizer.implementation={implementation}"]
+    for seen in pool.run(2, test_skipped_steps.skipping_case, [*settings, *LAYOUTS["fsdp2"][1]], "wq.weight"):
         assert seen["changed"] == [1, 4]
 
 
 @pytest.mark.slow
 def test_steps_that_are_read_late_are_those_that_are_read_at_once(pool: WorkerPool, tmp_path: Path) -> None:
-    given, states = [MUON, *LAYOUTS["fsdp2"][1]], []
+    settings, states = [MUON, *LAYOUTS["fsdp2"][1]], []
     for name, at_once in (("once", True), ("late", False)):
-        results = pool.run(2, test_late_read.training_case, str(tmp_path / name), given, at_once)
+        results = pool.run(2, test_late_read.training_case, str(tmp_path / name), settings, at_once)
         states.append(merged(results, "state"))
     assert [name for name in states[0] if not same(states[0][name], states[1][name])] == []
 
 
 @pytest.mark.parametrize("stored", ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"])
 def test_what_is_stored_in_bfloat16_is_rounded_alike_on_every_layout(pool: WorkerPool, stored: str) -> None:
-    """Equal but for the few values whose float32 results lie within rounding of each other's border."""
-    given = [MUON, "--muon.dtype=float32", "--muon.per_head", "--training.dtype=float32", stored]
+    """Values are equal, except for the few whose float32 results lie within rounding of each other's border."""
+    settings = [MUON, "--muon.dtype=float32", "--muon.per_head", "--training.dtype=float32", stored]
     world_size, arguments = LAYOUTS["fsdp2+tp2"]
-    results = pool.run(world_size, rounding_case, [*given, *arguments])
-    got, wanted = merged([{"state": result} for result in results], "state"), of_one_process(pool, *given)
+    results = pool.run(world_size, rounding_case, [*settings, *arguments])
+    got, wanted = merged([{"state": result} for result in results], "state"), single_process_state(pool, *settings)
     momenta = [name for name in wanted if name.endswith("momentum")]
     assert {wanted[name].dtype for name in momenta} == {torch.bfloat16}
     assert [name for name in momenta if not same(got[name], wanted[name])] == []
@@ -260,14 +260,14 @@ def test_rates_and_decays_by_name(pool: WorkerPool) -> None:
         '{parameters = "layers.*.wq.weight", weight_decay = 0}',
         '{parameters = "layers.*", lr_factor = 2}',
     ]
-    given = [MUON, "--optimizer.lr=0.5", "--muon.lr=0.25", "--muon.weight_decay=0.3", "--optimizer.groups", *rules]
-    found = pool.run(2, groups_case, [*given, *LAYOUTS["pp2"][1]])
-    of_names = {name: group[:2] for groups in found for group in groups for name in group[2]}
-    assert of_names["tok_embeddings.weight"] == (0.05, 0.5)
-    assert of_names["layers.1.attention.wq.weight"] == (0.25, 0.0)
-    assert of_names["layers.1.attention.wk.weight"] == (0.5, 0.3)
-    assert of_names["layers.0.attention_norm.weight"] == (1.0, 0.0)
-    assert of_names["output.weight"] == (0.5, 0.1)
+    settings = [MUON, "--optimizer.lr=0.5", "--muon.lr=0.25", "--muon.weight_decay=0.3", "--optimizer.groups", *rules]
+    groups_of_ranks = pool.run(2, groups_case, [*settings, *LAYOUTS["pp2"][1]])
+    rates = {name: group[:2] for groups in groups_of_ranks for group in groups for name in group[2]}
+    assert rates["tok_embeddings.weight"] == (0.05, 0.5)
+    assert rates["layers.1.attention.wq.weight"] == (0.25, 0.0)
+    assert rates["layers.1.attention.wk.weight"] == (0.5, 0.3)
+    assert rates["layers.0.attention_norm.weight"] == (1.0, 0.0)
+    assert rates["output.weight"] == (0.5, 0.1)
     unused = [f'{{parameters = "{names}", lr_factor = 2}}' for names in ("layers.*", "layers.7.*")]
     with pytest.raises(RankFailedError, match=r"layers\.7\.\*.*, lr_factor = 2.*which is for no parameter"):
         pool.run(2, groups_case, [MUON, "--optimizer.groups", *unused, *LAYOUTS["pp2"][1]])
@@ -286,19 +286,19 @@ def rates_case(folder: str, arguments: list[str], steps: int) -> list[float]:
 
 def test_a_finished_run_goes_on_in_a_new_schedule(pool: WorkerPool, tmp_path: Path) -> None:
     """Warm-up of one step, then down to zero at the end: twice."""
-    given = ["--optimizer.lr=1.0", "--lr_scheduler.warmup_steps=1"]
-    first = pool.run(1, rates_case, str(tmp_path), given, 3)[0]
-    again = pool.run(1, rates_case, str(tmp_path), [*given, "--lr_scheduler.restart_step=3"], 7)[0]
+    settings = ["--optimizer.lr=1.0", "--lr_scheduler.warmup_steps=1"]
+    first = pool.run(1, rates_case, str(tmp_path), settings, 3)[0]
+    again = pool.run(1, rates_case, str(tmp_path), [*settings, "--lr_scheduler.restart_step=3"], 7)[0]
     assert first == pytest.approx([1 / 2, 1, 1 / 2])
     assert again == pytest.approx([1 / 2, 1, 2 / 3, 1 / 3])
     with pytest.raises(RankFailedError, match="restart_step = 8 is after step 7"):
-        pool.run(1, rates_case, str(tmp_path), [*given, "--lr_scheduler.restart_step=8"], 9)
+        pool.run(1, rates_case, str(tmp_path), [*settings, "--lr_scheduler.restart_step=8"], 9)
 
 
 def test_rounds_of_one_matrix_give_what_one_round_of_all_gives(pool: WorkerPool) -> None:
-    given = [MUON, FLOAT64, *LAYOUTS["hsdp2x2"][1]]
-    results = pool.run(4, small_rounds_case, given)
-    got, wanted = merged([{"state": result} for result in results], "state"), of_one_process(pool, MUON, FLOAT64)
+    settings = [MUON, FLOAT64, *LAYOUTS["hsdp2x2"][1]]
+    results = pool.run(4, small_rounds_case, settings)
+    got, wanted = merged([{"state": result} for result in results], "state"), single_process_state(pool, MUON, FLOAT64)
     assert max(((got[name] - x).norm() / x.norm().clamp(min=1e-30)).item() for name, x in wanted.items()) < 1e-12
 
 

@@ -60,14 +60,14 @@ def test_nor_do_they_with_other_models_and_masks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["all_gather", "all_to_all"])
-@pytest.mark.parametrize("more", [[], DOCUMENTS, ["--parallelism.context_parallel_keep_exchanged"]])
-def test_nor_do_results_of_attention_with_other_methods(pool: WorkerPool, method: str, more: list[str]) -> None:
-    if "keep_exchanged" in str(more) and method == "all_gather":
+@pytest.mark.parametrize("options", [[], DOCUMENTS, ["--parallelism.context_parallel_keep_exchanged"]])
+def test_nor_do_results_of_attention_with_other_methods(pool: WorkerPool, method: str, options: list[str]) -> None:
+    if "keep_exchanged" in str(options) and method == "all_gather":
         pytest.skip("it exchanges no heads")
-    model = more if more == DOCUMENTS else []
+    model = options if options == DOCUMENTS else []
     world_size, arguments = LAYOUTS["cp2"]
     method = f"--parallelism.context_parallel_method={method}"
-    got = pool.run(world_size, run_layout, [FP64, *ATTENTION, *arguments, method, *more])[0]
+    got = pool.run(world_size, run_layout, [FP64, *ATTENTION, *arguments, method, *options])[0]
     assert_parity(got, reference(pool, FP64, *model), 1e-10)
 
 
@@ -91,7 +91,7 @@ def test_wrong_values_that_come_back_are_seen(pool: WorkerPool, mode: list[str],
 
 
 def wrong_layout(arguments: list[str], smallest: int) -> harness.Record:
-    """Of tensors with so many dimensions; an input has 3, an output of attention 4."""
+    """Run with wrong copies of tensors with at least `smallest` dimensions: inputs have 3, outputs of attention 4."""
 
     def copy(self: CopyStream, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source).mul_(1 + 1e-6 * (source.ndim >= smallest))

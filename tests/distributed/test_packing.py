@@ -1,4 +1,4 @@
-"""Law: with documents packed whole, training is that of one process on every layout, and padding is counted."""
+"""Law: with documents packed whole, training equals one process on every layout, and padding is counted."""
 
 import json
 from pathlib import Path
@@ -47,26 +47,26 @@ def test_a_layout_trains_as_one_process(pool: WorkerPool, data: Path, layout: st
 
 def padding_case(folder: str, arguments: list[str]) -> tuple[list[int], int]:
     """Tokens without a document in each step, counted in the batches: their document has token 0 alone."""
-    found, rows = [], 0
+    padding, rows = [], 0
     with trainer_in(folder, [*arguments, "--training.steps=2", "--metrics.log_freq=1"]) as trainer:
         step = trainer.train_step
 
         def counted(number: int) -> None:
             trainer.data.make()
-            found.append(sum(int((batch["tokens"] == 0).sum()) for batch in trainer.data._made[0].batches))
+            padding.append(sum(int((batch["tokens"] == 0).sum()) for batch in trainer.data._made[0].batches))
             step(number)
 
         trainer.train_step = counted
         trainer.train()
         rows = trainer.job.sequences_per_step
-    return found, rows
+    return padding, rows
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", *slow("cp2")])
 def test_the_share_of_padding_is_that_of_all_ranks(pool: WorkerPool, tmp_path: Path, data: Path, layout: str) -> None:
     results = pool.run(2, padding_case, str(tmp_path), [*arguments_of(data, "pad"), *LAYOUTS[layout][1]])
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    found = [counts for counts, _ in results][: 2 if layout == "fsdp2" else 1]
-    for line, counts in zip(lines, zip(*found, strict=True), strict=True):
+    counts_of_ranks = [counts for counts, _ in results][: 2 if layout == "fsdp2" else 1]
+    for line, counts in zip(lines, zip(*counts_of_ranks, strict=True), strict=True):
         assert line["padding_fraction"] == pytest.approx(sum(counts) / results[0][1] / SEQ_LEN)
         assert 0.1 < line["padding_fraction"] < 0.9

@@ -1,7 +1,7 @@
-"""Law: whatever is combined, losses, gradients, norm and weights are those of one process.
+"""Law: whatever is combined, losses, gradients, norm and weights equal one process.
 
-Every pair of degrees and features that go together stands in some row of a covering array, on at most four ranks. What
-a feature does on each single layout, up to eight ranks, is in the support matrix (make test-all).
+Every pair of degrees and features that work together is in some row of a covering array, on at most four ranks. The
+support matrix (make test-all) has each feature on each single layout, up to eight ranks.
 """
 
 import math
@@ -210,7 +210,7 @@ def test_a_combination_equals_one_process(pool: WorkerPool, row: Row) -> None:
 def test_every_pair_that_goes_together_is_in_a_row() -> None:
     """And the quick rows hold every value, and two of three pairs."""
     everything, quick = ({pair for row in rows for pair in pairs_of(row)} for rows in (ROWS, QUICK))
-    values = {(axis, value) for axis, of_axis in AXES.items() for value in of_axis}
+    values = {(axis, value) for axis, axis_values in AXES.items() for value in axis_values}
     assert {value for pair in quick for value in pair} == values
     assert len(quick) > 2 / 3 * len(everything)
     for a, b in combinations(sorted(values), 2):

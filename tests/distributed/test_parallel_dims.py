@@ -24,7 +24,7 @@ def test_ranks_stand_as_the_picture_says(pool: WorkerPool) -> None:
 
 
 def test_a_second_factorisation_stands_beside_the_first(pool: WorkerPool) -> None:
-    """That of experts, whose ranks are those of dp_shard x cp x tp."""
+    """Experts factorise the ranks of dp_shard x cp x tp in another way."""
     degrees = Degrees(dp_replicate=1, dp_shard=2, cp=2, tp=1, pp=1, world_size=4, ep=2)
     both = pool.run(4, meshes_case, degrees)
     assert [each["ep"] for each in both] == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -1,4 +1,4 @@
-"""Laws of pipelines beside parity: what runs how often, what each rank holds, and how what cannot run is said."""
+"""Laws of pipelines other than parity: which calls run how often, the memory of each rank, and the refusals."""
 
 from collections import Counter
 from unittest import mock
@@ -151,10 +151,10 @@ class BrokenLayerError(RuntimeError):
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", *slow("1F1B")])
 def test_what_a_stage_raises_arrives_as_it_is(pool: WorkerPool, schedule: str) -> None:
     """Not wrapped into an error that lists the stage's arguments."""
-    more = FOUR_STAGES if schedule != "1F1B" else []
+    options = FOUR_STAGES if schedule != "1F1B" else []
     choice = f"--parallelism.pipeline_parallel_schedule={schedule}"
     with pytest.raises(RankFailedError) as error:
-        pool.run(2, raising_case, [*PP2, choice, *more])
+        pool.run(2, raising_case, [*PP2, choice, *options])
     assert "BrokenLayerError: layer 1 is broken" in str(error.value)
     assert "failed to run forward" not in str(error.value).splitlines()[-1]
 

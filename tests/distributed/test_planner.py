@@ -19,12 +19,12 @@ _FOUR_ROWS = ["--training.local_batch_size=4"]
 SIZES = ["--training.seq_len=512", "--training.local_batch_size=2", "--training.global_batch_size=-1"]
 
 
-def cp(degree: int, method: str, *more: str) -> list[str]:
-    return [f"{_CP}degree={degree}", f"{_CP}method={method}", *more]
+def cp(degree: int, method: str, *options: str) -> list[str]:
+    return [f"{_CP}degree={degree}", f"{_CP}method={method}", *options]
 
 
-def family(name: str, *more: str) -> list[str]:
-    return [f"--model.name={name}", "--model.flavor=debugmodel", *more]
+def family(name: str, *options: str) -> list[str]:
+    return [f"--model.name={name}", "--model.flavor=debugmodel", *options]
 
 
 CASES: dict[str, tuple[int, list[str]]] = {

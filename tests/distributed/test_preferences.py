@@ -42,19 +42,19 @@ def pairs(number: int) -> list[dict]:
     def words(most: int) -> str:
         return " ".join(["fox", *numbers.choices(WORDS, k=numbers.randint(1, most))])
 
-    found = []
+    lines = []
     for i in range(number):
         prompt = [{"role": "user", "content": words(4)}]
         if i % 3 == 0:
             prompt += [{"role": "assistant", "content": words(2)}, {"role": "user", "content": words(2)}]
         chosen, rejected = ({"role": "assistant", "content": f"{name} {words(6)}"} for name in ("two", "five"))
         if i % 3 == 1:
-            found.append({"prompt": words(4), "chosen": chosen["content"], "rejected": rejected["content"]})
+            lines.append({"prompt": words(4), "chosen": chosen["content"], "rejected": rejected["content"]})
         elif i % 2:
-            found.append({"prompt": prompt, "chosen": [chosen], "rejected": [rejected]})
+            lines.append({"prompt": prompt, "chosen": [chosen], "rejected": [rejected]})
         else:
-            found.append({"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]})
-    return found
+            lines.append({"chosen": [*prompt, chosen], "rejected": [*prompt, rejected]})
+    return lines
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +99,11 @@ def watched(arguments: list[str]) -> tuple[Record, list[list[Pair]]]:
 
 
 def pairs_in(batch: dict) -> list[Pair]:
-    found = []
+    sequences = []
     for tokens, labels, ids in zip(batch["tokens"], batch["labels"], batch["document_ids"], strict=True):
         sides = [(tokens[ids == i].tolist(), labels[ids == i].tolist()) for i in range(int(ids.max()) + 1)]
-        found += [sides[i : i + 2] for i in range(0, len(sides) - 1, 2)]
-    return found
+        sequences += [sides[i : i + 2] for i in range(0, len(sides) - 1, 2)]
+    return sequences
 
 
 def log_probability(model: LlamaForCausalLM, side: tuple[list[int], list[int]]) -> torch.Tensor:
@@ -138,15 +138,15 @@ def test_losses_and_gradients_are_those_of_the_formula(pool: WorkerPool, files: 
         model, reference = (LlamaForCausalLM.from_pretrained(files / "hf", dtype=torch.float64) for _ in range(2))
         optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
         there = hf_model(model_spec("llama3"), LLAMA).pairs
-        for line, gradients, of_step in zip(got.metrics, got.gradients, steps, strict=True):
-            loss = torch.stack([their_loss(model, reference, pair, settings) for pair in of_step]).mean()
+        for line, gradients, step_pairs in zip(got.metrics, got.gradients, steps, strict=True):
+            loss = torch.stack([their_loss(model, reference, pair, settings) for pair in step_pairs]).mean()
             assert abs(line["loss"] - loss) < 1e-10 * abs(loss)
             optimizer.zero_grad()
             loss.backward()
             wanted = {name: p.grad for name, p in model.named_parameters()}
             for name, gradient in gradients.items():
-                ((theirs, mine),) = there[name][1].tensors(gradient).items()
-                assert (mine - wanted[theirs]).norm() < 1e-10 * wanted[theirs].norm(), name
+                ((theirs, ours),) = there[name][1].tensors(gradient).items()
+                assert (ours - wanted[theirs]).norm() < 1e-10 * wanted[theirs].norm(), name
             optimizer.param_groups[0]["lr"] = line["lr"]
             optimizer.step()
     assert len(steps[0]) > 8
@@ -170,9 +170,9 @@ def compare(pool: WorkerPool, files: Path, settings: list[str], ranks: int, argu
         references[key] = pool.run(1, run_layout, job(files, *settings))[0]
     got, wanted = pool.run(ranks, run_layout, job(files, *settings, *arguments))[0], references[key]
     assert_parity(got, wanted, 1e-10)
-    for mine, theirs in zip(got.metrics, wanted.metrics, strict=True):
+    for ours, theirs in zip(got.metrics, wanted.metrics, strict=True):
         for name in ("rewards_chosen", "rewards_rejected", "rewards_margin", "rewards_accuracy"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-12)
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-12)
 
 
 ALL_TO_ALL = "--parallelism.context_parallel_method=all_to_all"
@@ -203,8 +203,8 @@ CHUNKS, FULL = "--training.loss_chunk_tokens=16", "--activation_checkpoint.mode=
 def test_layouts_train_on_the_same_pairs(
     pool: WorkerPool, files: Path, layout: str, settings: list[str], arguments: list[str]
 ) -> None:
-    ranks, of_layout = LAYOUTS[layout]
-    compare(pool, files, settings, ranks, [*of_layout, *arguments])
+    ranks, degrees = LAYOUTS[layout]
+    compare(pool, files, settings, ranks, [*degrees, *arguments])
 
 
 @pytest.mark.slow

@@ -175,19 +175,19 @@ def test_deterministic_runs_have_the_same_bits(pool: WorkerPool, layout: str, se
     case = ["--training.deterministic", *settings, *arguments]
     one, two = (pool.run(world_size, run_layout, case)[0] for _ in range(2))
     assert one.gradients
-    for mine, theirs in zip([*one.gradients, one.weights], [*two.gradients, two.weights], strict=True):
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    for tensors, others in zip([*one.gradients, one.weights], [*two.gradients, two.weights], strict=True):
+        assert all(torch.equal(tensor, others[name]) for name, tensor in tensors.items())
     assert [step["loss"] for step in one.metrics] == [step["loss"] for step in two.metrics]
 
 
-@pytest.mark.parametrize(("given", "used"), [(None, ":4096:8"), (":16:8", ":16:8"), (":0:0", ":4096:8")])
-def test_determinism_prepares_cuda_too(monkeypatch: pytest.MonkeyPatch, given: str | None, used: str) -> None:
+@pytest.mark.parametrize(("setting", "used"), [(None, ":4096:8"), (":16:8", ":16:8"), (":0:0", ":4096:8")])
+def test_determinism_prepares_cuda_too(monkeypatch: pytest.MonkeyPatch, setting: str | None, used: str) -> None:
     import os
 
-    if given is None:
+    if setting is None:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     else:
-        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", setting)
     try:
         set_determinism(True)
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == used

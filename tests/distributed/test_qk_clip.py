@@ -23,7 +23,7 @@ LATENT = "--model.name=deepseek_v3"
 TOLERANCE = 1e-10
 
 
-def attend(found: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
+def attend(maxima: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Attention by its definition, which notes the largest logit of each head, (H,)."""
 
     def forward(
@@ -33,12 +33,12 @@ def attend(found: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         else:
             latent, shared = k[:, 0].split([up.shape[2], k.shape[3] - up.shape[2]], -1)
-            of_heads = torch.einsum("hnr,bsr->bhsn", up, latent)
-            nope, v = of_heads.tensor_split([q.shape[3] - shared.shape[2]], -1)
+            expanded = torch.einsum("hnr,bsr->bhsn", up, latent)
+            nope, v = expanded.tensor_split([q.shape[3] - shared.shape[2]], -1)
             k = torch.cat([nope, shared[:, None].expand(-1, q.shape[1], -1, -1)], -1)
         scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
-        found.append(scores.amax((0, 2, 3)))
+        maxima.append(scores.amax((0, 2, 3)))
         return scores.softmax(-1) @ v
 
     return forward
@@ -47,18 +47,18 @@ def attend(found: list[torch.Tensor]) -> Callable[..., torch.Tensor]:
 @torch.no_grad()
 def logits_of(model: Transformer, inputs: Mapping[int, tuple[Any, ...]]) -> dict[int, list[float]]:
     """The largest logits that the attention of each layer has for these inputs."""
-    found = {}
+    logits = {}
     for layer, args in inputs.items():
-        attention, of_layer = copy.deepcopy(model.layers[str(layer)].attention), []
-        attention.inner_attention.forward = attend(of_layer)
+        attention, maxima = copy.deepcopy(model.layers[str(layer)].attention), []
+        attention.inner_attention.forward = attend(maxima)
         attention(*args)
-        found[layer] = of_layer[0].tolist()
-    return found
+        logits[layer] = maxima[0].tolist()
+    return logits
 
 
 def bounded_case(arguments: list[str]) -> list[tuple[float, float, float]]:
     """One step with nearly no update: (largest logit before, that after, log-sum-exp that was seen) of each head."""
-    found, real, inputs, models = [], QKClip._clip, {}, []
+    logits, real, inputs, models = [], QKClip._clip, {}, []
     forward = Transformer.forward
 
     def noted(self: Transformer, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -75,18 +75,18 @@ def bounded_case(arguments: list[str]) -> list[tuple[float, float, float]]:
         real(self, left_out)
         after = logits_of(*models, inputs)
         for layer, place in self._places.items():
-            found.extend(zip(before[layer], after[layer], self._seen[place].tolist(), strict=True))
+            logits.extend(zip(before[layer], after[layer], self._seen[place].tolist(), strict=True))
 
     with mock.patch.object(QKClip, "_clip", compared), mock.patch.object(Transformer, "forward", noted):
         run_layout(arguments)
-    return found
+    return logits
 
 
 @pytest.mark.parametrize("family", ["llama3", "deepseek_v3"])
 def test_no_logit_stays_above_the_bound(pool: WorkerPool, family: str) -> None:
-    given = ["--training.dtype=float64", f"--model.name={family}", "--training.steps=1", "--optimizer.lr=1e-12"]
-    given += ["--training.global_batch_size=2", f"--optimizer.qk_clip={BOUND}"]
-    heads = pool.run(1, bounded_case, given)[0]
+    settings = ["--training.dtype=float64", f"--model.name={family}", "--training.steps=1", "--optimizer.lr=1e-12"]
+    settings += ["--training.global_batch_size=2", f"--optimizer.qk_clip={BOUND}"]
+    heads = pool.run(1, bounded_case, settings)[0]
     assert heads
     clipped = 0
     for before, after, seen in heads:
@@ -132,28 +132,28 @@ def test_a_layout_clips_as_one_process(pool: WorkerPool, name: str) -> None:
     got = pool.run(ranks, run_layout, [*GIVEN, *shared, *arguments])[0]
     wanted = reference(pool, *GIVEN, *shared)
     assert_parity(got, wanted, TOLERANCE)
-    for mine, theirs in zip(got.metrics, wanted.metrics, strict=True):
-        assert mine["attention_logit"] == pytest.approx(theirs["attention_logit"], rel=1e-9)
-        assert mine["clipped_heads"] == theirs["clipped_heads"] > 0
+    for ours, theirs in zip(got.metrics, wanted.metrics, strict=True):
+        assert ours["attention_logit"] == pytest.approx(theirs["attention_logit"], rel=1e-9)
+        assert ours["clipped_heads"] == theirs["clipped_heads"] > 0
 
 
-def of_own_tokens(arguments: list[str]) -> Record:
+def own_tokens_case(arguments: list[str]) -> Record:
     with mock.patch("trainer.components.qk_clip.all_reduce", side_effect=lambda x, *_: x):
         return run_layout(arguments)
 
 
 def test_the_largest_logit_of_a_ranks_own_tokens_is_seen_to_be_wrong(pool: WorkerPool) -> None:
     with pytest.raises(AssertionError, match=r"weight layers\.0\.attention"):
-        assert_parity(pool.run(2, of_own_tokens, [*GIVEN, *degrees(cp=2)])[0], reference(pool, *GIVEN), TOLERANCE)
+        assert_parity(pool.run(2, own_tokens_case, [*GIVEN, *degrees(cp=2)])[0], reference(pool, *GIVEN), TOLERANCE)
 
 
 def test_logits_within_the_bound_change_nothing(pool: WorkerPool) -> None:
-    given = ["--training.dtype=float64", "--optimizer.qk_clip=1e6"]
-    assert_parity(reference(pool, *given), reference(pool, given[0]), TOLERANCE)
+    settings = ["--training.dtype=float64", "--optimizer.qk_clip=1e6"]
+    assert_parity(reference(pool, *settings), reference(pool, settings[0]), TOLERANCE)
 
 
 def left_out_case(arguments: list[str]) -> bool:
-    """A fused optimizer is told on the device that the step is not finite: return whether no weight has changed."""
+    """Tell a fused optimizer on the device that the step is not finite; return whether no weight has changed."""
     before: list[torch.Tensor] = []
 
     def masked(optimizer: torch.optim.Optimizer, not_finite: torch.Tensor) -> None:
@@ -168,8 +168,8 @@ def left_out_case(arguments: list[str]) -> bool:
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_a_step_that_is_left_out_clips_nothing(pool: WorkerPool, optimizer: str) -> None:
-    given = [f"--optimizer.name={optimizer}", "--optimizer.implementation=fused", f"--optimizer.qk_clip={BOUND}"]
-    assert pool.run(1, left_out_case, given) == [True]
+    settings = [f"--optimizer.name={optimizer}", "--optimizer.implementation=fused", f"--optimizer.qk_clip={BOUND}"]
+    assert pool.run(1, left_out_case, settings) == [True]
 
 
 def test_logits_are_those_of_the_step(pool: WorkerPool) -> None:

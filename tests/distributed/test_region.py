@@ -1,4 +1,4 @@
-"""Laws of regions: a model of which a part is context parallel has the outputs and gradients of one process."""
+"""Laws of regions: a model with a context-parallel part has the outputs and gradients of one process."""
 
 from collections.abc import Callable
 from itertools import product
@@ -109,11 +109,11 @@ def style(blocks: nn.ModuleList, mesh: DeviceMesh, name: str = "inner_attention"
 def compared(toy: Toy, *, summed: bool, group: dist.ProcessGroup, wanted: Toy) -> list[float]:
     """Relative errors of each gradient, after adding up over ranks if that is still to be done."""
     errors = []
-    for (name, mine), theirs in zip(toy.named_parameters(), wanted.parameters(), strict=True):
+    for (name, ours), theirs in zip(toy.named_parameters(), wanted.parameters(), strict=True):
         if theirs.grad is None:  # cross attention of an encoder's block
-            assert mine.grad is None, name
+            assert ours.grad is None, name
             continue
-        gradient = door.all_reduce(mine.grad.clone(), group) if summed else mine.grad
+        gradient = door.all_reduce(ours.grad.clone(), group) if summed else ours.grad
         errors.append(relative(gradient, theirs.grad))
     return errors
 
@@ -258,7 +258,7 @@ def refused_arguments(mesh: DeviceMesh, layout: AxisLayout, x: torch.Tensor) -> 
 
 def second_derivatives(group: dist.ProcessGroup, layout: AxisLayout, x: torch.Tensor) -> list[list[float]]:
     """Of the sum of squares, which is the number of copies of a row that count, times two."""
-    leaf, found = x[:, :4].clone().requires_grad_(), []
+    leaf, values = x[:, :4].clone().requires_grad_(), []
     for act in (
         lambda: exchange(leaf, layout, [[(0, 8)]] * 2, dim=1, group=group),
         lambda: unshard(leaf, layout, 1, group=group, grad="replicated"),
@@ -268,8 +268,8 @@ def second_derivatives(group: dist.ProcessGroup, layout: AxisLayout, x: torch.Te
         leaf.grad = None
         (gradient,) = torch.autograd.grad((act() ** 2).sum(), leaf, create_graph=True)
         gradient.sum().backward()
-        found.append(leaf.grad.unique().tolist())
-    return found
+        values.append(leaf.grad.unique().tolist())
+    return values
 
 
 def guards_case() -> list[str]:

@@ -124,13 +124,13 @@ def gone_case(folder: str, arguments: list[str], mode: str) -> tuple[str, str]:
     return "nowhere", ""
 
 
-@pytest.mark.parametrize(("mode", "found"), [("disabled", "save"), *slow(("async", "wait"))])
+@pytest.mark.parametrize(("mode", "expected"), [("disabled", "save"), *slow(("async", "wait"))])
 def test_a_store_that_stops_to_answer_ends_the_run_on_every_rank(
-    pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, mode: str, found: str
+    pool: WorkerPool, server: Variables, folder: RemoteStore, tmp_path: Path, mode: str, expected: str
 ) -> None:
     results = pool.run(2, at, server, gone_case, str(tmp_path), [*FSDP2, f"--checkpoint.folder={folder}"], mode)
     for where, text in results:
-        assert where == found
+        assert where == expected
         assert text == (
             f"the checkpoint of step 2 could not be written to {folder} (rank 0: no answer); when the cause is gone, "
             "run the same command again"
@@ -147,11 +147,11 @@ def test_commands_read_a_run_whose_checkpoints_are_there(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Another run branches off, the steps are verified, and the weights are those of a run with a folder."""
+    """Another run branches off, the steps are verified, and the weights equal a run with a local folder."""
     monkeypatch.setitem(MODELS["llama3"].flavors, "tiny", TINY)
     there = f"--checkpoint.folder={folder}"
-    for run, more in (("far", [there]), ("near", [])):
-        assert pool.run(1, at, server, main_case, str(tmp_path / run), ["--training.steps=2", *more])[0][0] == 0
+    for run, options in (("far", [there]), ("near", [])):
+        assert pool.run(1, at, server, main_case, str(tmp_path / run), ["--training.steps=2", *options])[0][0] == 0
     for path in (str(folder), f"{folder}/step-2", str(tmp_path / "far")):
         assert verify.main([path]) == 0
         assert "step-2: whole" in capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_commands_read_a_run_whose_checkpoints_are_there(
 
 
 def requests_case(folder: str, arguments: list[str]) -> tuple[int, int]:
-    """Requests for contents while this rank resumed, and the tensors of which it holds a part."""
+    """Return the number of requests for contents while this rank resumed, and the number of tensors of its parts."""
     import s3fs
 
     asked: list[str] = []
@@ -196,8 +196,8 @@ def test_a_part_of_a_tensor_is_one_request(
     arguments = [*FSDP2, f"--checkpoint.folder={folder}"]
     pool.run(2, at, server, load_step_save, str(tmp_path), arguments, 1)
     results = pool.run(2, at, server, requests_case, str(tmp_path), arguments)
-    for asked, tensors, more in zip(*zip(*results, strict=True), (3, 1), strict=True):
+    for asked, tensors, other_requests in zip(*zip(*results, strict=True), (3, 1), strict=True):
         assert tensors > 50
         assert (
-            asked == tensors + more
+            asked == tensors + other_requests
         )  # state.json before the job starts; on rank 0 also when it loads, and the metadata

@@ -152,20 +152,20 @@ def memory_case(arguments: list[str]) -> tuple[int, int]:
 
 
 def test_memory_of_activations_is_that_of_one_chunk(pool: WorkerPool) -> None:
-    """Beside it, K/V and dK/dV of all layers and of all but the last chunk."""
-    found = {n: pool.run(1, memory_case, [f"--training.sequence_chunks={n}"])[0] for n in (2, 4, 8)}
-    activations = {chunks: peak for chunks, (peak, _) in found.items()}
+    """In addition, K/V and dK/dV of all layers and of all chunks except the last wait."""
+    peaks = {n: pool.run(1, memory_case, [f"--training.sequence_chunks={n}"])[0] for n in (2, 4, 8)}
+    activations = {chunks: peak for chunks, (peak, _) in peaks.items()}
     assert activations[2] - activations[4] == pytest.approx(2 * (activations[4] - activations[8]), rel=1e-2)
     assert activations[4] - activations[8] > 0.4 * activations[4]
     row = 2 * TINY.n_kv_heads * TINY.head_dim * TINY.n_layers
-    for chunks, (_, waiting) in found.items():
+    for chunks, (_, waiting) in peaks.items():
         assert waiting == (512 - 512 // chunks) * row * (4 + 4), chunks
 
 
 def test_only_rows_that_a_later_chunk_sees_wait(pool: WorkerPool) -> None:
     """With a window of 9 the last 8 tokens of each chunk but the last."""
     ((_, waiting),) = pool.run(1, memory_case, ["--training.sequence_chunks=4", "--model.sliding_window=9"])
-    # A chunk's gradients are there when those of the next one are taken.
+    # A chunk's gradients exist when the gradients of the next chunk are taken.
     row = 2 * TINY.n_kv_heads * TINY.head_dim * TINY.n_layers
     assert 3 * 8 * row * 4 <= waiting <= (3 + 2) * 8 * row * 4
 
@@ -214,7 +214,7 @@ def waiting_case() -> tuple[Counter[str], int]:
 
 
 def test_rows_and_sums_are_fetched_one_chunk_ahead(pool: WorkerPool) -> None:
-    """But for the sums of the first chunk, before which no chunk is fetched."""
+    """The sums of the first chunk are an exception: no chunk is fetched before it."""
     ((noted, _),) = pool.run(1, waiting_case)
     assert noted["late"] == TINY.n_layers
     # Rows: by chunk 1 in the first pass, by 1 and 2 in the second, forward and backward. Sums: of 0 and 1 by chunk 1.

@@ -1,4 +1,4 @@
-"""Law: a short convolution over many ranks is that of one process, whatever the layout and the documents."""
+"""Law: a short convolution over many ranks equals one process, whatever the layout and the documents."""
 
 import random
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ def by_definition(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -
 
 
 def rows_to_fetch(layout: AxisLayout, rank: int, reach: int, *, after: bool) -> int:
-    """Rows of other ranks in the windows of a rank: `reach` of each range, but for those at the end, or its own."""
+    """Return the number of other ranks' rows in the windows of a rank: up to `reach` rows for each range."""
     own, rows = set(layout.indices(rank).tolist()), 0
     for start, stop in layout.ranges[rank]:
         window = range(stop, stop + reach) if after else range(start - reach, start)
@@ -104,12 +104,12 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kernel: int, batch: int, pack
     wanted = by_definition(x, weight, starts)
     rank = mesh.get_local_rank()
     own = torch.from_numpy(layout.indices(rank))
-    mine = x[:, own].detach().requires_grad_()
+    shard = x[:, own].detach().requires_grad_()
     exchange.bytes_sent.clear()
     with region(mesh, layout, sequences=batch) as opened:
-        got = context_parallel_convolution(mine, weight, opened.attention_plan, positions[:, own] if packed else None)
+        got = context_parallel_convolution(shard, weight, opened.attention_plan, positions[:, own] if packed else None)
         sent = exchange.bytes_sent["exchange"]
-        dx, dweight = torch.autograd.grad(got, (mine, weight), cotangent[:, own])
+        dx, dweight = torch.autograd.grad(got, (shard, weight), cotangent[:, own])
     dist.all_reduce(dweight)
     wanted_dx, wanted_dweight = torch.autograd.grad(wanted, (x, weight), cotangent)
     pairs = {
@@ -129,7 +129,7 @@ def one_case(mesh: DeviceMesh, layout: AxisLayout, kernel: int, batch: int, pack
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 @pytest.mark.parametrize("world_size", [2, 4, *slow(1, 3)])
 def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: int) -> None:
-    """Shards of any size, down to none and to one row, also many a rank; and what is sent is what is missing."""
+    """Shards have any size, down to none and to one row, and a rank may have many; ranks send only missing rows."""
     assert not [problem for rank in pool.run(world_size, random_cases, seed) for problem in rank]
 
 

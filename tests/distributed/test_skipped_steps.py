@@ -1,7 +1,7 @@
 """Law: on every layout a step that is not finite on one rank changes nothing anywhere, and the run continues.
 
-Steps 2 and 3 are not finite, and skipped; 4 is; 5, 6 and 7 are not, of which the last one ends the run. Fused kernels
-leave out an update by themselves: there each step is read during the next one, and step 8 begins before the run ends.
+Steps 2, 3, 5, 6 and 7 are not finite; step 7 ends the run. Fused kernels leave out an update by themselves. With them,
+each step is read during the next one, and step 8 begins before the run ends.
 """
 
 import json
@@ -28,9 +28,9 @@ SKIPPING = ["--training.steps=9", "--training.on_nonfinite=skip", "--training.ma
 
 
 def skipping_case(arguments: list[str], name: str = "") -> dict[str, Any]:
-    """Train until the run ends; what changed in which step, and what was logged.
+    """Train until the run ends; return which steps changed tensors, and the logged lines.
 
-    name: end of that of the parameter whose gradient is spoiled, by default the last one's.
+    name: end of the name of the parameter whose gradient is spoiled; by default the last parameter.
     """
     now, seen = 0, {"changed": [], "lr": [], "data": []}
 
@@ -90,9 +90,9 @@ def test_a_step_that_is_not_finite_is_left_out_on_all_ranks(pool: WorkerPool, la
     wanted, logged = one_process(pool), results[0]["logged"]
     assert [line["step"] for line in logged] == [line["step"] for line in wanted] == [1, 4]
     assert [line["skipped_steps"] for line in logged] == [0, 2]
-    for mine, theirs in zip(logged, wanted, strict=True):
+    for ours, theirs in zip(logged, wanted, strict=True):
         for key in ("loss", "grad_norm", "lr", "tokens_seen"):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-10), (mine["step"], key)
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-10), (ours["step"], key)
 
 
 def test_by_default_the_first_one_ends_the_run() -> None:

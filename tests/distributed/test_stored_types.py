@@ -50,7 +50,7 @@ def rounding_case(arguments: list[str], updates: int = 2) -> dict[str, torch.Ten
 
 
 @lru_cache
-def of_one_process(pool: WorkerPool, *arguments: str) -> dict[str, torch.Tensor]:
+def single_process_state(pool: WorkerPool, *arguments: str) -> dict[str, torch.Tensor]:
     return merged([{"state": pool.run(1, rounding_case, list(arguments))[0]}], "state")
 
 
@@ -73,9 +73,9 @@ def test_every_layout_rounds_alike(pool: WorkerPool, layout: str, stored: str) -
     """Equal gradients give equal weights and moments, in every bit."""
     world_size, arguments = LAYOUTS.get(layout) or OTHERS[layout]
     model = EXPERTS if "ep2" in layout else []
-    given = [stored, "--optimizer.implementation=for-loop", *model]
-    results = pool.run(world_size, rounding_case, [*given, *arguments])
-    got, wanted = merged([{"state": result} for result in results], "state"), of_one_process(pool, *given)
+    settings = [stored, "--optimizer.implementation=for-loop", *model]
+    results = pool.run(world_size, rounding_case, [*settings, *arguments])
+    got, wanted = merged([{"state": result} for result in results], "state"), single_process_state(pool, *settings)
     assert got.keys() == wanted.keys()
     assert [name for name in wanted if not same(got[name], wanted[name])] == []
     rounded = [name for name in wanted if name.endswith("exp_avg_sq")]
@@ -84,10 +84,10 @@ def test_every_layout_rounds_alike(pool: WorkerPool, layout: str, stored: str) -
 
 
 def test_negative_control_of_rounding(pool: WorkerPool) -> None:
-    """Values rounded to nearest, and those of another seed of the bits, are seen."""
-    given = (MOMENTS, "--optimizer.implementation=for-loop")
-    wanted = of_one_process(pool, *given)
-    nearest = of_one_process(pool, *given, "--optimizer.rounding=nearest")
+    """The comparison sees values that are rounded to nearest."""
+    settings = (MOMENTS, "--optimizer.implementation=for-loop")
+    wanted = single_process_state(pool, *settings)
+    nearest = single_process_state(pool, *settings, "--optimizer.rounding=nearest")
     for moment in ("exp_avg", "exp_avg_sq"):
         other = [name for name in wanted if name.endswith(moment) and not same(wanted[name], nearest[name])]
         assert len(other) == len([name for name in wanted if name.endswith(moment)])
@@ -97,9 +97,9 @@ def test_negative_control_of_rounding(pool: WorkerPool) -> None:
 def test_losses_and_weights_are_those_of_one_process(pool: WorkerPool, layout: str) -> None:
     """In float64 with moments in bfloat16: sums over ranks differ by 1e-16, which changes no rounding."""
     world_size, arguments = LAYOUTS[layout]
-    given = ["--training.dtype=float64", MOMENTS]
-    got = pool.run(world_size, run_layout, [*given, *arguments])[0]
-    assert_parity(got, reference(pool, *given), 1e-10)
+    settings = ["--training.dtype=float64", MOMENTS]
+    got = pool.run(world_size, run_layout, [*settings, *arguments])[0]
+    assert_parity(got, reference(pool, *settings), 1e-10)
     with pytest.raises(AssertionError, match="weight"):
         assert_parity(got, reference(pool, "--training.dtype=float64"), 1e-10)
 
@@ -110,11 +110,11 @@ def test_losses_and_weights_are_those_of_one_process(pool: WorkerPool, layout: s
 def test_a_resumed_run_is_the_run_in_every_bit(
     pool: WorkerPool, tmp_path: Path, stored: str, implementation: str
 ) -> None:
-    given = [stored, f"--optimizer.implementation={implementation}", "--training.deterministic"]
+    settings = [stored, f"--optimizer.implementation={implementation}", "--training.deterministic"]
     ranks, arguments = LAYOUTS["fsdp2"]
-    wanted = merged(pool.run(ranks, load_step_save, str(tmp_path / "a"), [*given, *arguments], 4), "after")
+    wanted = merged(pool.run(ranks, load_step_save, str(tmp_path / "a"), [*settings, *arguments], 4), "after")
     for _ in range(2):
-        got = merged(pool.run(ranks, load_step_save, str(tmp_path / "b"), [*given, *arguments], 2), "after")
+        got = merged(pool.run(ranks, load_step_save, str(tmp_path / "b"), [*settings, *arguments], 2), "after")
     assert [name for name in wanted if not same(got[name], wanted[name])] == []
 
 
@@ -145,10 +145,10 @@ def test_each_optimizer_takes_each_pair_of_types(
     pool: WorkerPool, name: str, weights: str, state: str, implementation: str
 ) -> None:
     """Two updates equal the updates in float64, except for the rounding of stored values."""
-    given = [f"--optimizer.name={name}", f"--optimizer.implementation={implementation}", "--optimizer.lr=0.5"]
-    given += ["--optimizer.rounding=nearest"]
-    got = pool.run(1, changes, [*given, f"--training.dtype={weights}", f"--optimizer.state_dtype={state}"])[0]
-    exact = pool.run(1, changes, [*given, "--training.dtype=float64"])[0]
+    settings = [f"--optimizer.name={name}", f"--optimizer.implementation={implementation}", "--optimizer.lr=0.5"]
+    settings += ["--optimizer.rounding=nearest"]
+    got = pool.run(1, changes, [*settings, f"--training.dtype={weights}", f"--optimizer.state_dtype={state}"])[0]
+    exact = pool.run(1, changes, [*settings, "--training.dtype=float64"])[0]
     assert got.keys() == exact.keys()
     for key, wanted in exact.items():
         error = (got[key] - wanted).norm() / wanted.norm()
@@ -170,7 +170,7 @@ def test_a_checkpoint_loads_with_the_other_setting(pool: WorkerPool, tmp_path: P
 
 
 def memory_case(arguments: list[str]) -> tuple[int, int, int]:
-    """Bytes of moments that this rank has, those of norms among them, and what the job counts."""
+    """Return this rank's bytes of moments of matrices and of norms, and the bytes that the job counts."""
     with trainer_of(arguments) as trainer:
         ensure_state(trainer.optimizer)
         sizes = {True: 0, False: 0}
@@ -184,8 +184,8 @@ def memory_case(arguments: list[str]) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("layout", "stored"), [("fsdp2", 4), *slow(("tp2", 4), ("fsdp2", 8), ("tp2", 8))])
 def test_moments_take_what_the_job_counts(pool: WorkerPool, layout: str, stored: int) -> None:
     """4 bytes a parameter in place of 8; norms, which the count leaves out, are less than a hundredth."""
-    given = [*LAYOUTS[layout][1], *([MOMENTS] if stored == 4 else [])]
-    for matrices, norms, counted in pool.run(2, memory_case, given):
+    settings = [*LAYOUTS[layout][1], *([MOMENTS] if stored == 4 else [])]
+    for matrices, norms, counted in pool.run(2, memory_case, settings):
         assert matrices == counted
         assert norms < counted / 100
 
@@ -193,16 +193,16 @@ def test_moments_take_what_the_job_counts(pool: WorkerPool, layout: str, stored:
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 def test_steps_that_are_left_out_change_nothing(pool: WorkerPool, implementation: str) -> None:
-    given = [*test_skipped_steps.MODEL, f"--optimizer.implementation={implementation}", MOMENTS]
-    for seen in pool.run(2, test_skipped_steps.skipping_case, [*given, *LAYOUTS["fsdp2"][1]]):
+    settings = [*test_skipped_steps.MODEL, f"--optimizer.implementation={implementation}", MOMENTS]
+    for seen in pool.run(2, test_skipped_steps.skipping_case, [*settings, *LAYOUTS["fsdp2"][1]]):
         assert seen["changed"] == [1, 4]
 
 
 @pytest.mark.slow
 def test_steps_that_are_read_late_are_those_that_are_read_at_once(pool: WorkerPool, tmp_path: Path) -> None:
-    given = [MOMENTS, *LAYOUTS["fsdp2"][1]]
+    settings = [MOMENTS, *LAYOUTS["fsdp2"][1]]
     states = []
     for name, at_once in (("once", True), ("late", False)):
-        results = pool.run(2, test_late_read.training_case, str(tmp_path / name), given, at_once)
+        results = pool.run(2, test_late_read.training_case, str(tmp_path / name), settings, at_once)
         states.append(merged(results, "state"))
     assert [name for name in states[0] if not same(states[0][name], states[1][name])] == []

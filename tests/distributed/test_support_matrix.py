@@ -27,11 +27,11 @@ assert {(cell.layout, cell.feature) for cell in cells()} >= QUICK
 @pytest.fixture(scope="module")
 def record(request: pytest.FixtureRequest) -> Iterator[Record]:
     """What earlier runs found; with --record-support, what this one finds is written, and the page made again."""
-    found = Record()
-    yield found
+    outcomes = Record()
+    yield outcomes
     if request.config.getoption("--record-support"):
-        found.save()
-        PAGE.write_text(page(found))
+        outcomes.save()
+        PAGE.write_text(page(outcomes))
 
 
 @pytest.fixture(autouse=True)

@@ -97,12 +97,12 @@ def test_the_pairs_of_experts_do_not_grow_with_the_sequence() -> None:
         torch.nn.init.normal_(parameter)
     peaks = {}
     for tokens, tiles in ((64, 2), (256, 8), (256, 1)):
-        of_parts = copy.deepcopy(experts)
-        experts_in_tiles(of_parts, tiles)
+        tiled = copy.deepcopy(experts)
+        experts_in_tiles(tiled, tiles)
         x = torch.randn(tokens, 4, requires_grad=True)
         chosen, weights = (torch.arange(tokens) % 2).unsqueeze(1), torch.ones(tokens, 1)
-        with Meter(*of_parts.parameters(), x) as meter:
-            of_parts(x, chosen, weights, meanwhile=lambda: None)[0].sum().backward()
+        with Meter(*tiled.parameters(), x) as meter:
+            tiled(x, chosen, weights, meanwhile=lambda: None)[0].sum().backward()
         peaks[tokens, tiles] = meter.peak
     inner = 2048 * 4  # bytes a token of the narrower inner tensor
     assert peaks[256, 8] - peaks[64, 2] < 192 * inner / 2
@@ -116,7 +116,7 @@ def test_gradients_of_weights_are_summed_in_float32() -> None:
     assert network.weight.grad.item() == 1024
 
 
-def of_tokens(settings: ActivationCheckpoint, tokens: int, tile: int) -> dict[str, int]:
+def measure_layers(settings: ActivationCheckpoint, tokens: int, tile: int) -> dict[str, int]:
     with torch.device("meta"):
         model = Transformer(replace(harness.TINY, vocab_size=8, ffn_hidden_dim=4096, n_layers=2))
     for block in model.layers.values():
@@ -140,7 +140,7 @@ def counted(calls: list[int], forward: object) -> object:
 def test_inner_activations_do_not_grow_with_the_sequence(mode: str) -> None:
     """Of the network they are much more than its input. Nor does it compute more than twice, checkpointed or not."""
     settings = ActivationCheckpoint(mode)
-    short, long, whole = (of_tokens(settings, *sizes) for sizes in ((64, 32), (256, 32), (256, 256)))
+    short, long, whole = (measure_layers(settings, *sizes) for sizes in ((64, 32), (256, 32), (256, 256)))
     inner = 4096 * 4  # bytes a token of one of the network's inner tensors
     assert long["peak_bytes"] - short["peak_bytes"] < 192 * inner / 2
     assert whole["peak_bytes"] - long["peak_bytes"] > 3 * 224 * inner
@@ -165,12 +165,12 @@ def parts_case(arguments: list[str]) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize(("more", "parts"), [([], [4, 4, 4, 4]), (["--model.name=qwen3_moe"], [8, 8, 8, 8])])
+@pytest.mark.parametrize(("model", "parts"), [([], [4, 4, 4, 4]), (["--model.name=qwen3_moe"], [8, 8, 8, 8])])
 @pytest.mark.parametrize("mode", ["none", *slow("full")])
-def test_a_job_computes_in_parts(pool: WorkerPool, more: list[str], parts: list[int], mode: str) -> None:
-    """Of 32 tokens 10 a part are asked for; two sequences are beside each other, and those of experts in one row."""
+def test_a_job_computes_in_parts(pool: WorkerPool, model: list[str], parts: list[int], mode: str) -> None:
+    """A part has at most 10 of the 32 tokens: 4 positions of two sequences, or for experts 8 tokens of one row."""
     sizes = ["--training.local_batch_size=2", "--training.global_batch_size=-1", "--training.seq_len=16"]
-    arguments = [*sizes, *more, f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.mlp_chunk_tokens=10"]
+    arguments = [*sizes, *model, f"--activation_checkpoint.mode={mode}", "--activation_checkpoint.mlp_chunk_tokens=10"]
     (calls,) = pool.run(1, parts_case, arguments)
     assert calls == 2 * harness.TINY.n_layers * parts
 

@@ -21,7 +21,7 @@ from trainer.config.loader import parse_command_line
 from trainer.runtime.process_group import Process, process_group, set_timeout
 
 
-def timeout_case(what: str) -> float:
+def timeout_case(case: str) -> float:
     """Seconds that rank 0 waits for a collective, or a message, of a rank that does not come."""
     import time
 
@@ -36,7 +36,7 @@ def timeout_case(what: str) -> float:
             wait = {
                 "collective": lambda: torch.distributed.all_reduce(x),
                 "message": lambda: exchange.send_receive(arriving, group, kind="kv").wait(),
-            }[what]
+            }[case]
             with pytest.raises(RuntimeError, match="Timed out"):
                 wait()
         else:
@@ -44,10 +44,10 @@ def timeout_case(what: str) -> float:
         return time.monotonic() - started
 
 
-@pytest.mark.parametrize("what", ["message", *slow("collective")])
-def test_a_lowered_timeout_is_in_force(pool: WorkerPool, what: str) -> None:
+@pytest.mark.parametrize("kind", ["message", *slow("collective")])
+def test_a_lowered_timeout_is_in_force(pool: WorkerPool, kind: str) -> None:
     """Gloo keeps for messages the time-out that a group was made with, unless it is said again."""
-    assert pool.run(2, timeout_case, what)[0] < 4
+    assert pool.run(2, timeout_case, kind)[0] < 4
 
 
 def stage_timeout_case(folder: str) -> float:
@@ -104,7 +104,7 @@ def late_groups_case() -> list[float]:
     """The time-outs in seconds of a ring's own group, made lazily before and after the end of the first step."""
     process = Process.from_environment()
     with process_group(process, parse_command_line(["--comm.init_timeout_seconds=50"]).config.comm):
-        found = []
+        timeouts = []
         for purpose, seconds in (("kv", 70), ("dkv", 60)):
             set_timeout(seconds)
             with (
@@ -113,8 +113,8 @@ def late_groups_case() -> list[float]:
                 mock.patch.object(distributed_c10d, "_get_default_timeout", return_value=timedelta(seconds=600)),
             ):
                 late = execution.own_group(torch.distributed.group.WORLD, purpose, "cpu")
-            found.append(group_timeout(late, process.device).total_seconds())
-        return found
+            timeouts.append(group_timeout(late, process.device).total_seconds())
+        return timeouts
 
 
 def test_a_group_that_is_made_late_has_the_time_out_that_its_ranks_have_then(pool: WorkerPool) -> None:
@@ -123,7 +123,7 @@ def test_a_group_that_is_made_late_has_the_time_out_that_its_ranks_have_then(poo
 
 def test_options_of_nccl_have_the_time_out_too() -> None:
     """They have one of their own, ten minutes by default, which a split group may take."""
-    nccl = SimpleNamespace(Options=lambda **given: SimpleNamespace(_timeout=timedelta(minutes=10), **given))
+    nccl = SimpleNamespace(Options=lambda **settings: SimpleNamespace(_timeout=timedelta(minutes=10), **settings))
     with mock.patch.object(torch.distributed, "ProcessGroupNCCL", nccl, create=True):
         options = execution._high_priority(timedelta(seconds=70))
     assert (options._timeout, options.is_high_priority_stream) == (timedelta(seconds=70), True)

@@ -148,12 +148,12 @@ def test_a_head_for_the_whole_sequence_is_refused(pool: WorkerPool) -> None:
         assert "has logits of shape (2, 2), not one row for each token" in message
 
 
-def later_positions_case(how: str, given: bool, calls: tuple[str, ...]) -> list[str | None]:
+def later_positions_case(how: str, with_model: bool, calls: tuple[str, ...]) -> list[str | None]:
     """The refusals of forwards in one context, with `global` positions or with `local` ones, from 0 on each rank."""
     with ranks() as mesh:
         model, batch, refused = build(Case("Llama")), batch_of(Case("Llama")), []
         settings = {"buffers": list(batch.values()), "buffer_seq_dims": [1] * 4, "load_balancer": "contiguous"}
-        with context_parallel(mesh, intercept=intercept_sdpa(model if given else None), **settings):
+        with context_parallel(mesh, intercept=intercept_sdpa(model if with_model else None), **settings):
             local = torch.arange(batch["tokens"].shape[1]).expand_as(batch["tokens"])
             for positions in (batch["positions"] if call == "global" else local for call in calls):
                 try:
@@ -170,14 +170,14 @@ def later_positions_case(how: str, given: bool, calls: tuple[str, ...]) -> list[
         return refused
 
 
-@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("with_model", [True, False])
 @pytest.mark.parametrize("how", ["model", "layers by hand"])
-def test_positions_are_watched_in_every_forward(pool: WorkerPool, how: str, given: bool) -> None:
+def test_positions_are_watched_in_every_forward(pool: WorkerPool, how: str, with_model: bool) -> None:
     wrong = "counts positions from 0 on rank(s) [1] of the group"
-    for first, second in pool.run(RANKS, later_positions_case, how, given, ("global", "local")):
+    for first, second in pool.run(RANKS, later_positions_case, how, with_model, ("global", "local")):
         assert first is None
         assert wrong in second
-    for first, second in pool.run(RANKS, later_positions_case, how, given, ("local", "global")):
+    for first, second in pool.run(RANKS, later_positions_case, how, with_model, ("local", "global")):
         assert wrong in first  # no module had a hook before this call
         assert second is None
 
@@ -203,8 +203,8 @@ def autocast_case(dtype: torch.dtype) -> list[float]:
             assert p.grad.dtype == torch.float32
             dist.all_reduce(p.grad, group=mesh.get_group())
         gradients = [gradients_of(m).values() for m in (exact, one, model)]
-        wanted, *found = (torch.cat([x.double().flatten() for x in g]) for g in gradients)
-        return [relative(x, wanted) for x in found]
+        wanted, *others = (torch.cat([x.double().flatten() for x in g]) for g in gradients)
+        return [relative(x, wanted) for x in others]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)])

@@ -111,7 +111,7 @@ def test_states_that_go_on_into_the_next_document_are_seen(pool: WorkerPool) -> 
 
 
 def refused(mesh: DeviceMesh, mask: Mask | None, call: Callable[[nn.Module, dict[str, torch.Tensor]], object]) -> str:
-    """What is said of a call of a model inside a context."""
+    """Return the error of a call of a model inside a context, or an empty text."""
     model, batch = build(case_of("Qwen3Next")), batch_of(case_of("Qwen3Next"))
     settings = {"buffers": list(batch.values()), "buffer_seq_dims": [1] * 4, "mask": mask}
     try:

@@ -1,4 +1,4 @@
-"""Law: root mean squares of weights and updates are those of whole tensors, on every layout, with every optimizer."""
+"""Law: root mean squares of weights and updates equal whole tensors', on every layout, with every optimizer."""
 
 import json
 from pathlib import Path
@@ -25,10 +25,10 @@ def norms_case(arguments: list[str]) -> tuple[dict[str, float], dict[str, float]
         sums: dict[str, list[float]] = {}
         for (name, parameter), old in zip(named, before, strict=True):
             new, kind = whole(parameter), name.replace(".0.", ".").replace(".1.", ".")
-            for what, x in (("weight_rms", new), ("update_rms", new - old)):
-                of_kind = sums.setdefault(f"{what}.{kind}", [0.0, 0.0])
-                of_kind[0] += x.square().sum().item()
-                of_kind[1] += x.numel()
+            for kind_of_norm, x in (("weight_rms", new), ("update_rms", new - old)):
+                sum_and_count = sums.setdefault(f"{kind_of_norm}.{kind}", [0.0, 0.0])
+                sum_and_count[0] += x.square().sum().item()
+                sum_and_count[1] += x.numel()
         file = Path(trainer.config.job.dump_folder, "metrics.jsonl")  # of rank 0
         lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [{}]
     logged = {name: x for name, x in lines[-1].items() if "_rms." in name}
@@ -45,14 +45,14 @@ def norms_case(arguments: list[str]) -> tuple[dict[str, float], dict[str, float]
 )
 def test_every_layout_logs_what_one_process_logs(pool: WorkerPool, layout: str, optimizer: str) -> None:
     world_size, arguments = LAYOUTS[layout]
-    given = [f"--optimizer.name={optimizer}"]
-    of_one, wanted = pool.run(1, norms_case, given)[0]
-    assert of_one == pytest.approx(wanted, rel=1e-12)
+    settings = [f"--optimizer.name={optimizer}"]
+    single, wanted = pool.run(1, norms_case, settings)[0]
+    assert single == pytest.approx(wanted, rel=1e-12)
     assert all(x > 0 for name, x in wanted.items() if name.startswith("update"))
-    results = pool.run(world_size, norms_case, [*given, *arguments])
+    results = pool.run(world_size, norms_case, [*settings, *arguments])
     logged = results[0][0]
     assert logged.keys() == wanted.keys()
-    assert logged == pytest.approx({k: x for _, found in results for k, x in found.items()} | wanted, rel=1e-9)
+    assert logged == pytest.approx({k: x for _, norms in results for k, x in norms.items()} | wanted, rel=1e-9)
 
 
 def test_without_the_key_nothing_is_kept_or_logged(pool: WorkerPool) -> None:

@@ -1,4 +1,4 @@
-"""Law: the validation loss is that of one process on every layout, and training continues as if there were none."""
+"""Law: the validation loss equals one process on every layout, and training continues as if there were none."""
 
 import json
 import math
@@ -95,8 +95,8 @@ def test_the_loss_is_that_of_one_process(
 ) -> None:
     """Seven sequences, which no number of ranks divides; two rows a forward."""
     world_size, arguments = LAYOUTS[layout]
-    of_one = [setting for setting in settings if "chunks" not in setting]
-    (wanted,) = pool.run(1, validated_case, str(data), str(tmp_path / "one"), of_one)
+    single_settings = [setting for setting in settings if "chunks" not in setting]
+    (wanted,) = pool.run(1, validated_case, str(data), str(tmp_path / "one"), single_settings)
     for got in pool.run(world_size, validated_case, str(data), str(tmp_path / "many"), [*settings, *arguments]):
         assert got.tokens == wanted.tokens > 50
         assert got.loss == pytest.approx(wanted.loss, rel=1e-12)
@@ -178,7 +178,7 @@ def kept_case(data: str, folder: str, losses: list[float], done: int = 0) -> tup
 
 
 def test_the_best_checkpoint_is_saved_and_kept(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
-    """Beside the last one; a run that resumes knows the best loss of its history."""
+    """The last checkpoint is kept too; a run that resumes knows the best loss of its history."""
     folder = str(tmp_path / "run")
     ((names, best),) = pool.run(1, kept_case, str(data), folder, [3.0, 2.0, 2.5, 2.2])
     assert names == ["step-2", "step-4"]
@@ -224,7 +224,7 @@ def time_outs_case(data: str, folder: str, arguments: list[str]) -> list[float]:
         seen: list[float] = []
         run = trainer.validation.run
         trainer._set_timeout = seen.append
-        trainer.validation.run = lambda *given: (seen.append(math.nan), run(*given))[1]
+        trainer.validation.run = lambda *args: (seen.append(math.nan), run(*args))[1]
         trainer.train()
     return seen
 
@@ -256,8 +256,8 @@ def scales_case(data: str, folder: str, arguments: list[str]) -> tuple[float, fl
 def test_weights_are_scaled_again_for_float8(pool: WorkerPool, data: Path, tmp_path: Path) -> None:
     """Scales are found once a step, before it changes the weights."""
     settings = [f"--float8.{name}" for name in ("enable", "emulate", "enable_fsdp_float8_all_gather")]
-    for found, wanted in pool.run(2, scales_case, str(data), str(tmp_path), [*settings, *LAYOUTS["fsdp2"][1]]):
-        assert found == wanted
+    for scales, wanted in pool.run(2, scales_case, str(data), str(tmp_path), [*settings, *LAYOUTS["fsdp2"][1]]):
+        assert scales == wanted
 
 
 def test_lines_of_validation(pool: WorkerPool, data: Path, tmp_path: Path) -> None:

@@ -102,12 +102,12 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_damage_is_found_in_its_step_alone(pool: WorkerPool, run: Path, tmp_path: Path, fault: str) -> None:
     shutil.copytree(run, tmp_path / "run")
-    damage, told = FAULTS[fault]
+    damage, message = FAULTS[fault]
     damage(tmp_path / "run" / "checkpoint" / "step-1")
     code, (first, second), err = verified(pool, tmp_path / "run")
     assert (code, err) == (1, "")
     assert first.startswith("step-1: damaged: ")
-    assert told in first
+    assert message in first
     assert second.startswith("step-2: whole: ")
 
 
@@ -135,7 +135,7 @@ def test_a_value_that_is_not_finite_is_found(pool: WorkerPool, tmp_path: Path, n
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
         ("surplus", "it holds optimizer.layers.7.wq.weight.exp_avg and the model has none"),
         *slow(
@@ -144,11 +144,11 @@ def test_a_value_that_is_not_finite_is_found(pool: WorkerPool, tmp_path: Path, n
         ),
     ],
 )
-def test_entries_are_those_of_the_model(pool: WorkerPool, tmp_path: Path, fault: str, told: str) -> None:
+def test_entries_are_those_of_the_model(pool: WorkerPool, tmp_path: Path, fault: str, message: str) -> None:
     pool.run(1, planted_case, str(tmp_path), [], fault)
     code, (line,), _ = verified(pool, tmp_path)
     assert code == 1
-    assert told in line
+    assert message in line
     (tmp_path / "config.toml").unlink()
     without_configuration(LocalStore(tmp_path / "checkpoint"), 1)
     code, _, err = verified(pool, tmp_path / "checkpoint")

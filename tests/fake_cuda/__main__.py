@@ -34,13 +34,13 @@ def run(folder: Path, *arguments: str) -> Found:
         subprocess.Popen([*command, "--shard", f"{part}/{parts}"], env=environment, cwd=root, stdout=subprocess.PIPE)
         for part in range(parts)
     ]
-    found: Found = {}
+    results: Found = {}
     for process in started:
         output, _ = process.communicate()
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, process.args)
-        found |= json.loads(output)
-    return found
+        results |= json.loads(output)
+    return results
 
 
 def expected() -> Found:
@@ -48,11 +48,11 @@ def expected() -> Found:
     return json.loads(EXPECTED.read_text(encoding="utf-8"))
 
 
-def differences(found: Found, wanted: Found) -> list[str]:
+def differences(results: Found, wanted: Found) -> list[str]:
     """Return a line for each row that has other counts, with the counts that changed."""
     lines = []
-    for name in sorted({*found, *wanted}):
-        old, new = _flat(wanted.get(name, {})), _flat(found.get(name, {}))
+    for name in sorted({*results, *wanted}):
+        old, new = _flat(wanted.get(name, {})), _flat(results.get(name, {}))
         changed = (
             f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted({*old, *new}) if old.get(key) != new.get(key)
         )
@@ -75,15 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", help="a part of the names of some rows, whose counts are printed")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        found = run(Path(folder), *(() if args.only is None else ("--only", args.only)))
+        results = run(Path(folder), *(() if args.only is None else ("--only", args.only)))
     if args.only is not None:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(results, indent=1))
         return 0
-    lines = differences(found, expected() if EXPECTED.exists() else {})
+    lines = differences(results, expected() if EXPECTED.exists() else {})
     print("\n".join(lines) or "nothing differs")
-    failed = any("error" in counts for counts in found.values())
+    failed = any("error" in counts for counts in results.values())
     if args.write and not failed:
-        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found))
+        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(results[name])}" for name in sorted(results))
         EXPECTED.write_text(f"{{\n{rows}\n}}\n", encoding="utf-8")
     return int(failed or bool(lines and not args.write))
 

@@ -20,20 +20,20 @@ class CheckedRecorder(Recorder):
     def compare(self, name: str, cost: Cost, counted: Counter, events: Iterable[Event]) -> None:
         wanted = {kind: size for kind, size in cost.bytes_sent.items() if size}
         assert dict(counted) == wanted, f"{name} counted {dict(counted)}, its plan sends {wanted}"
-        found = sum(e.bytes for e in events if e.kind == "message")
-        assert found == sum(wanted.values()), f"{name} sent {found} bytes, its plan sends {wanted}"
+        sent = sum(e.bytes for e in events if e.kind == "message")
+        assert sent == sum(wanted.values()), f"{name} sent {sent} bytes, its plan sends {wanted}"
 
 
 def counted(events: Iterable[Event]) -> dict[str, Any]:
-    """Return the launches beside attention's kernels, these kernels, the messages and the copies, and their bytes."""
+    """Return the launches except attention's kernels, these kernels, the messages and the copies, and their bytes."""
     events = list(events)
     launches = Counter(e.name for e in events if e.kind == "launch")
     kernels = {name: number for name, number in sorted(launches.items()) if name in ATTENTION}
-    found: dict[str, Any] = {"launches": launches.total() - sum(kernels.values()), "kernels": kernels}
+    result: dict[str, Any] = {"launches": launches.total() - sum(kernels.values()), "kernels": kernels}
     messages = [e for e in events if e.kind == "message"]
-    found["messages"] = dict(sorted(Counter(e.name for e in messages).items()))
-    found["bytes_sent"] = sum(e.bytes for e in messages)
+    result["messages"] = dict(sorted(Counter(e.name for e in messages).items()))
+    result["bytes_sent"] = sum(e.bytes for e in messages)
     if copies := Counter(e.name for e in events if e.kind == "copy"):
-        found["copies"] = dict(sorted(copies.items()))
-        found["bytes_copied"] = sum(e.bytes for e in events if e.kind == "copy")
-    return found
+        result["copies"] = dict(sorted(copies.items()))
+        result["bytes_copied"] = sum(e.bytes for e in events if e.kind == "copy")
+    return result

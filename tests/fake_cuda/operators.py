@@ -43,7 +43,7 @@ def _check_flash_forward(q, k, v, ends_q, ends_k, longest_q, longest_k, *_: Any)
             assert ends.is_contiguous()
 
 
-def _check_flash_backward(dout, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, *rest: Any) -> None:
+def _check_flash_backward(dout, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, *others: Any) -> None:
     _check_flash_forward(q, k, v, ends_q, ends_k, longest_q, longest_k)
     aligned(dout, out)
     assert len({x.dtype for x in (dout, q, out)}) == 1
@@ -51,7 +51,7 @@ def _check_flash_backward(dout, q, k, v, out, lse, ends_q, ends_k, longest_q, lo
     assert lse.dtype == torch.float32
     assert lse.is_contiguous()
     assert lse.shape == ((q.shape[0], q.shape[2], q.shape[1]) if ends_q is None else (q.shape[1], q.shape[0]))
-    assert rest[2].is_cuda  # the random state
+    assert others[2].is_cuda  # the random state
 
 
 CHECKS: dict[str, Callable[..., None]] = {
@@ -85,12 +85,12 @@ def _results(q: torch.Tensor, ends: torch.Tensor | None) -> tuple[torch.Tensor, 
     return torch.empty_like(q), q.new_empty(shape, dtype=torch.float32)
 
 
-def _fa3_forward(q, k, v, *more: Any) -> tuple:
+def _fa3_forward(q, k, v, *others: Any) -> tuple:
     """Take the arguments of `flash_attn_3::fwd`."""
-    return *_results(q, more[4]), None, None
+    return *_results(q, others[4]), None, None
 
 
-def _fa3_backward(dout, q, k, v, out, lse, dq, dk, dv, *more: Any) -> None:
+def _fa3_backward(dout, q, k, v, out, lse, dq, dk, dv, *others: Any) -> None:
     """Take the arguments of `flash_attn_3::bwd`, which writes dq, dk and dv."""
 
 

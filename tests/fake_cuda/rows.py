@@ -36,7 +36,7 @@ _BATCH, _HEADS, _KV_HEADS, _HEAD_DIM, _WINDOW = 1, 32, 8, 128, 4096
 _OPERATORS = "context_parallel_attention", "context_parallel_attention_backward"
 
 
-def of_call(row: table.Call) -> dict[str, Any]:
+def count_call(row: table.Call) -> dict[str, Any]:
     """Run attention forward and backward, and return the counts of each."""
     recorder, gpu = CheckedRecorder(), Gpu()
     mode = FakeDevice("cuda", recorder.observe, recorder.around)
@@ -76,52 +76,52 @@ def _documents(length: int) -> Any:
     return documents_of(np.sort(np.random.default_rng(0).integers(0, 100, (_BATCH, length)), axis=1))
 
 
-def of_job(row: table.Job) -> dict[str, Any]:
+def count_job(row: table.Job) -> dict[str, Any]:
     """Return the counts of a layer and of the last step, and the peak of its live bytes."""
     last = row.steps
     events = trace(row.resolved(), row.rank, row.gpu, last, CheckedRecorder())
     step = [e for e in events.all if e.step == last]
-    found: dict[str, Any] = {"step": counted(step)}
+    result: dict[str, Any] = {"step": counted(step)}
     for direction, name in zip(("forward", "backward"), _OPERATORS, strict=True):
         if layer := events.layer(last, name):
-            found[direction] = counted(layer)
-    found["waits"] = sorted({f"{e.name} ({e.where})" for e in events.all if e.step and e.where})
+            result[direction] = counted(layer)
+    result["waits"] = sorted({f"{e.name} ({e.where})" for e in events.all if e.step and e.where})
     if row.memory:
-        found["peak"], found["peak_at"] = events.peak(last)
-    return found
+        result["peak"], result["peak_at"] = events.peak(last)
+    return result
 
 
-def of_fault(row: Fault) -> dict[str, Any]:
+def count_fault(row: Fault) -> dict[str, Any]:
     """Run the call in which it is planted."""
     with entered(*row.planted()):
-        return of_call(OF)
+        return count_call(OF)
 
 
-_FOUND = {table.Call: of_call, table.Job: of_job}
+_FOUND = {table.Call: count_call, table.Job: count_job}
 
 
 def results(rows: Iterable[table.Call | table.Job | Fault]) -> dict[str, Any]:
     """Return what was found for each row, by its name."""
-    found: dict[str, Any] = {}
+    counts: dict[str, Any] = {}
     for row in rows:
         started = time.perf_counter()
         try:
-            found[row.name] = _FOUND.get(type(row), of_fault)(row)
+            counts[row.name] = _FOUND.get(type(row), count_fault)(row)
         except BaseException as error:  # DataDependentOutputException, AssertionError, whatever a GPU path does wrong
             if isinstance(error, KeyboardInterrupt):
                 raise
-            found[row.name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+            counts[row.name] = {"error": f"{type(error).__name__}: {error}"[:600]}
             traceback.print_exc()
         seconds = time.perf_counter() - started
         print(f"{seconds:5.1f} s  {row.name}", file=sys.stderr, flush=True)
-    return found
+    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the results of the rows whose names contain a text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the names")
-    parser.add_argument("--quick", action="store_true", help="without those of WHOLE_ONLY")
+    parser.add_argument("--quick", action="store_true", help="without the rows of WHOLE_ONLY")
     parser.add_argument("--kind", choices=("jobs", "calls", "faults"), help="default: jobs and calls")
     parser.add_argument("--shard", default="0/1", help="I/N: every Nth row, from the Ith")
     args = parser.parse_args(argv)
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.quick:
         rows = [row for row in rows if row.name not in table.WHOLE_ONLY]
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported is not looked through again before each job
+    gc.freeze()  # so that no later collection visits imported objects
     print(json.dumps(results(rows[part::parts])))
     return 0
 

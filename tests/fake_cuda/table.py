@@ -50,8 +50,8 @@ def calls() -> Iterator[Call]:
     for row in (*covering_array(_AXES, _allowed), *({**usual, **row} for row in pairs)):
         ranks = int(row["ranks"])
         rank = {"first": 0, "middle": ranks // 2 - 1, "last": ranks - 1}[row["rank"]]
-        more = {"keep": row["keep"] == "kept", "flash": row["flash"], "dtype": row["dtype"]}
-        yield Call(ranks, rank, row["method"], row["mask"], row["kernel"], row["balancer"], **more)
+        options = {"keep": row["keep"] == "kept", "flash": row["flash"], "dtype": row["dtype"]}
+        yield Call(ranks, rank, row["method"], row["mask"], row["kernel"], row["balancer"], **options)
 
 
 METHODS = ("ring", "all_gather", "all_to_all", "hybrid")
@@ -146,8 +146,8 @@ _P = "--parallelism."
 _CP = f"{_P}context_parallel_"
 
 
-def _cp(degree: int, method: str = "ring", *more: str) -> tuple[str, ...]:
-    return f"{_CP}degree={degree}", f"{_CP}method={method}", *more
+def _cp(degree: int, method: str = "ring", *options: str) -> tuple[str, ...]:
+    return f"{_CP}degree={degree}", f"{_CP}method={method}", *options
 
 
 WHOLE_ONLY = frozenset(
@@ -216,14 +216,14 @@ def jobs() -> Iterator[Job]:
     yield Job("compiled, tp 2 x all_to_all 2, documents", 4, 1, (*documents, *compiled), layers=1)
     budget = ("--activation_checkpoint.mode=memory_budget", "--activation_checkpoint.memory_budget=0.5")
     yield Job("compiled, memory budget", 4, 0, (_MIDDLE, *_cp(2, "all_to_all"), *compiled, *budget), layers=1)
-    for family, flavor, more in (
+    for family, flavor, options in (
         ("qwen2", "7B", ()),
         ("qwen3", "8B", ()),
         ("mistral", "7B", ("--model.sliding_window=4096",)),
         ("qwen3_moe", "30B-A3B", ()),
         ("gpt_oss", "20b", ()),
     ):
-        arguments = (f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=32768", *more)
+        arguments = (f"--model.name={family}", f"--model.flavor={flavor}", "--training.seq_len=32768", *options)
         yield Job(family, 8, 1, (*arguments, *_cp(4, "ring")))
     for family, flavor, layers in (
         ("qwen3_next", "80B-A3B", 4),

@@ -45,10 +45,10 @@ def of(worker: Worker, preset: str, ranks: int, *settings: str, gpu: str = "h100
     ],
 )
 def test_a_preset_fits_on_80_gb(worker: Worker, preset: str, ranks: int) -> None:
-    found = of(worker, preset, ranks)
-    assert found.fits, found.by_purpose
+    answer = of(worker, preset, ranks)
+    assert answer.fits, answer.by_purpose
     if preset.endswith("_1m"):
-        assert found.total < 56e9
+        assert answer.total < 56e9
 
 
 def test_an_estimate_leaves_the_folder_of_its_job_alone(worker: Worker, tmp_path: Path) -> None:
@@ -59,10 +59,10 @@ def test_an_estimate_leaves_the_folder_of_its_job_alone(worker: Worker, tmp_path
 
 def test_sixteen_thousand_ranks(worker: Worker) -> None:
     settings = (f"{_P}tensor_parallel_degree=8", f"{_P}pipeline_parallel_degree=16", "--training.local_batch_size=16")
-    more = ("--training.global_batch_size=2048", "--activation_checkpoint.mode=full", "--compile.no-enable")
-    found = of(worker, "llama3_405b", 16384, *settings, *more)
-    assert found.fits
-    assert "pipeline bubble" in found.time.bottleneck  # as many micro-batches as stages
+    options = ("--training.global_batch_size=2048", "--activation_checkpoint.mode=full", "--compile.no-enable")
+    answer = of(worker, "llama3_405b", 16384, *settings, *options)
+    assert answer.fits
+    assert "pipeline bubble" in answer.time.bottleneck  # as many micro-batches as stages
 
 
 def test_fsdp_comes_before_tensor_parallelism_inside_a_node(worker: Worker) -> None:
@@ -77,25 +77,27 @@ def test_fsdp_comes_before_tensor_parallelism_inside_a_node(worker: Worker) -> N
 def test_all_to_all_comes_before_a_ring_at_64k_inside_a_node(worker: Worker) -> None:
     """Of prime-rl's runs at 65,536 tokens an all-to-all lost up to 8 %, a ring 29 to 32 %."""
     arguments = ["--job.config_file=llama3_8b_long", "--training.seq_len=65536", "--training.attention_mask=causal"]
-    found = suggestions(partial(estimate, worker, ranks=8, device=device("h100")), arguments, 8, 200e9)
-    of_degree_8 = [c.settings for c in found if c.settings["parallelism.context_parallel_degree"] == "8"]
-    assert of_degree_8[0]["parallelism.context_parallel_method"] == "all_to_all"
+    choices = suggestions(partial(estimate, worker, ranks=8, device=device("h100")), arguments, 8, 200e9)
+    settings_of_8 = [c.settings for c in choices if c.settings["parallelism.context_parallel_degree"] == "8"]
+    assert settings_of_8[0]["parallelism.context_parallel_method"] == "all_to_all"
 
 
 def test_a_ring_pays_for_its_small_tiles(worker: Worker) -> None:
     """At 65,536 tokens over 8 ranks an H100 took 1.218 of one call for the tiles of a ring, 1.058 for all_to_all's."""
     settings = ("--training.seq_len=65536", "--training.attention_mask=causal", "--training.global_batch_size=1")
     one = ("--training.local_batch_size=1", f"{_P}context_parallel_degree=8")
-    found = {
+    answers = {
         method: of(worker, "llama3_8b_long", 8, *settings, *one, f"{_P}context_parallel_method={method}")
         for method in ("all_to_all", "all_gather", "ring")
     }
-    assert found["all_to_all"].time.seconds < found["ring"].time.seconds
-    of_attention = {
+    assert answers["all_to_all"].time.seconds < answers["ring"].time.seconds
+    attention_times = {
         method: sum(part.get(f"attention_{direction}", 0.0) for part in x.time.parts.values() for direction in _BOTH)
-        for method, x in found.items()
+        for method, x in answers.items()
     }
-    assert of_attention["ring"] == pytest.approx(of_attention["all_to_all"] * 1.14 / 1.07, rel=0.02)  # without merging
+    assert attention_times["ring"] == pytest.approx(
+        attention_times["all_to_all"] * 1.14 / 1.07, rel=0.02
+    )  # without merging
 
 
 def test_documents_are_predicted_with_the_kernel_that_computes_them(worker: Worker) -> None:

@@ -1,7 +1,7 @@
-"""Law: every GPU path runs on a GPU that does not exist, without a host read, with the launches that are committed.
+"""Law: every GPU path runs on a simulated GPU, without a host read, with the recorded launches.
 
-`machine.py` says what is checked of every operation; a row that breaks a rule is an error of that row. The counts are
-those of the pinned PyTorch: `python -m tests.fake_cuda --write` replaces them, and its difference belongs in review.
+`machine.py` lists the checks of every operation; a row that breaks a rule is an error of that row. The counts belong to
+the pinned PyTorch: `python -m tests.fake_cuda --write` replaces them. Review its difference.
 """
 
 import re
@@ -20,35 +20,35 @@ ROWS = [*(name for name in NAMES if name not in table.WHOLE_ONLY), *slow(*table.
 PINNED = re.search(r"^torch==(\S+)", Path("requirements.txt").read_text(encoding="utf-8"), re.MULTILINE)[1]
 
 needs_compiler = pytest.mark.skipif(bool(shim.why_not()), reason=shim.why_not())
-of_pinned = pytest.mark.skipif(
+needs_pinned = pytest.mark.skipif(
     torch.__version__.partition("+")[0] != PINNED, reason=f"the committed counts are those of torch {PINNED}"
 )
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What is found for the rows of this run."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Results of the rows of this run."""
     quick = ["--quick"] if "not slow" in request.config.option.markexpr else []
     return run(tmp_path_factory.mktemp("fake_cuda"), *quick)
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", ROWS)
-def test_a_row_runs_and_its_host_never_waits(found: Found, name: str) -> None:
+def test_a_row_runs_and_its_host_never_waits(results: Found, name: str) -> None:
     """Results are as promised, messages have the bytes of the plan, and no copy makes the host wait."""
-    assert "error" not in found[name], found[name]["error"]
-    assert not found[name].get("waits"), f"copies that make the host wait: {found[name]['waits']}"
+    assert "error" not in results[name], results[name]["error"]
+    assert not results[name].get("waits"), f"copies that make the host wait: {results[name]['waits']}"
 
 
-@of_pinned
+@needs_pinned
 @needs_compiler
 @pytest.mark.parametrize("name", ROWS)
-def test_launches_messages_and_memory_are_those_committed(found: Found, name: str) -> None:
+def test_launches_messages_and_memory_are_those_committed(results: Found, name: str) -> None:
     wanted = expected()
-    assert found[name] == wanted[name], "python -m tests.fake_cuda shows what changed"
+    assert results[name] == wanted[name], "python -m tests.fake_cuda shows what changed"
 
 
-@of_pinned
+@needs_pinned
 @needs_compiler
 def test_twelve_peaks_are_committed() -> None:
     """Of live bytes, among them 8B at 131,072 and at 1,048,576 tokens; and no row is committed that is gone."""

@@ -1,8 +1,8 @@
 """A real job with one rank that fails: `FAULT="rank kind place file" python faulty_train.py [launcher's arguments]`.
 
-It calls the launcher's main with this module as the program of each rank; there the fault is planted around one
-method, and the rank's own program runs. Step 3 has the faults of a step, the checkpoint of step 4 that of
-saving. The file is made when the rank fails.
+It calls the launcher's main with this module as the program of each rank. A rank plants the fault around one method,
+and then runs its own program. Step 3 has the faults of a step, and the checkpoint of step 4 the fault of saving. The
+file is made when the rank fails.
 """
 
 import os

@@ -21,17 +21,17 @@ def rank_process() -> int:
     end_with(launcher)
     faulthandler.register(signal.SIGUSR1)
     rank = int(os.environ["RANK"])
-    what, stopped = words[rank], []
+    action, stopped = words[rank], []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, lambda number, _: stopped.append(number) if what != "hang" else None)
+        signal.signal(number, lambda number, _: stopped.append(number) if action != "hang" else None)
     (Path(folder) / f"rank-{rank}").write_text(str(os.getpid()))
-    if what.startswith("exit-"):
-        return int(what.removeprefix("exit-"))
-    if what == "print":
+    if action.startswith("exit-"):
+        return int(action.removeprefix("exit-"))
+    if action == "print":
         print("a word", end="")
     while not stopped and not (Path(folder) / "done").exists():
         time.sleep(0.02)
-        if what == "leave" and (Path(folder) / "leave").exists():
+        if action == "leave" and (Path(folder) / "leave").exists():
             return LOST_PEERS
     return 0
 

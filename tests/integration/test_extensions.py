@@ -104,11 +104,11 @@ def steps_of(folder: Path, name: str, *arguments: str, ranks: int = 2) -> list[d
 @pytest.mark.slow
 def test_what_a_package_adds_takes_part_in_a_run(folder: Path) -> None:
     cp = "--parallelism.context_parallel_degree=2"
-    mine = steps_of(folder, "mine_run", cp, "--parallelism.context_parallel_method=gathered")
+    own_steps = steps_of(folder, "mine_run", cp, "--parallelism.context_parallel_method=gathered")
     ring = steps_of(folder, "ring_run", cp)
-    assert [step["loss"] for step in mine] == pytest.approx([step["loss"] for step in ring], rel=1e-12)
-    assert mine[0]["loss"] != mine[1]["loss"]
-    for number, step in enumerate(mine, 1):
+    assert [step["loss"] for step in own_steps] == pytest.approx([step["loss"] for step in ring], rel=1e-12)
+    assert own_steps[0]["loss"] != own_steps[1]["loss"]
+    for number, step in enumerate(own_steps, 1):
         assert step["mine_seen"] == number * 2 * 4 * 64  # both ranks count the whole sequences
         assert step["mine_loss"] > 0
     config = (folder / "mine_run" / "config.toml").read_text()

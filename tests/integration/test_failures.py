@@ -82,7 +82,7 @@ def start(folder: Path, fault: str, *arguments: str, ranks: int = 2, launcher: s
 
 
 def ended(folder: Path, *processes: subprocess.Popen) -> list[Ended]:
-    """The launchers' ends, and what is left of each."""
+    """Return how each launcher ended, and the processes that it left."""
     mark, ends = folder / "failed", []
     try:
         for process in processes:
@@ -90,7 +90,7 @@ def ended(folder: Path, *processes: subprocess.Popen) -> list[Ended]:
             ends.append((process.returncode, out, err, time.time() - mark.stat().st_mtime if mark.exists() else 0.0))
         # When all have ended: the ranks of other nodes are in this folder too.
         left = [[*in_session(process.pid), *ranks_in(folder, "faulty_train.py")] for process in processes]
-        return [Ended(*end, of_it) for end, of_it in zip(ends, left, strict=True)]
+        return [Ended(*end, pids) for end, pids in zip(ends, left, strict=True)]
     finally:
         for pid in {pid for process in processes for pid in in_session(process.pid)}:
             os.kill(pid, signal.SIGKILL)
@@ -103,15 +103,15 @@ def train(folder: Path, fault: str = "none none none", *arguments: str, ranks: i
 
 def in_session(leader: int) -> list[int]:
     """Process ids of the launcher's session, which its ranks and their children share."""
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, _, _, session = path.read_text().rpartition(")")[2].split()[:4]
         except (FileNotFoundError, ProcessLookupError):
             continue
         if int(session) == leader and state != "Z":
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_one_rank_that_fails_ends_the_job(tmp_path: Path, rank: str, kind: str, 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["raise", "die"])
 def test_after_a_failed_checkpoint_a_run_resumes_from_the_last_good_one(tmp_path: Path, kind: str) -> None:
-    """The same losses as those of a run in which nothing failed."""
+    """The losses equal a run in which nothing failed."""
     whole = train(tmp_path / "whole")
     assert (whole.code, whole.err, whole.left) == (0, "", [])
     assert train(tmp_path / "failed", f"1 {kind} checkpoint").code != 0
@@ -231,8 +231,8 @@ TORCHRUN_GRACE_SECONDS = 30
 def test_a_rank_that_the_watchdog_of_nccl_ends_is_not_the_cause(tmp_path: Path, known: bool) -> None:
     """A stand-in for the watchdog aborts rank 0 while rank 1 hangs; without its file it would be a crash."""
     records, settings = tmp_path / "records", ["--comm.init_timeout_seconds=60", "--comm.train_timeout_seconds=60"]
-    told = ["--flight-records", str(records if known else tmp_path / "others")]
-    end = ended(tmp_path, start(tmp_path, "1 hang forward", *told, *settings, WATCHDOG=str(records)))[0]
+    options = ["--flight-records", str(records if known else tmp_path / "others")]
+    end = ended(tmp_path, start(tmp_path, "1 hang forward", *options, *settings, WATCHDOG=str(records)))[0]
     assert end.left == []
     last = end.err.splitlines()[-1]
     if known:

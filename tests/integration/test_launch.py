@@ -219,8 +219,8 @@ def test_a_signal_to_the_launcher_ends_the_job_in_good_order(tmp_path: Path) -> 
     process.terminate()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0
-    told = [line for line in err.splitlines() if not line.startswith("note: ")]
-    assert told == ["SIGTERM: stopping after this step; a second signal ends the run at once"]
+    lines = [line for line in err.splitlines() if not line.startswith("note: ")]
+    assert lines == ["SIGTERM: stopping after this step; a second signal ends the run at once"]
     assert lines_of(out)[-1] == f"stopped by SIGTERM after step {len(losses(tmp_path))}; nothing saved: {SAVES}"
 
 

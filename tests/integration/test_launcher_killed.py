@@ -34,7 +34,7 @@ def start(launcher: str, folder: Path) -> subprocess.Popen:
 def ranks_in(folder: Path, *programs: str) -> list[int]:
     """Process ids of all ranks of jobs in this folder that run a program, whoever is their parent now."""
     programs = programs or ("train.py", "trainer.commands.rank")
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
@@ -43,8 +43,8 @@ def ranks_in(folder: Path, *programs: str) -> list[int]:
         runs = any(word.endswith(program.encode()) for word in words for program in programs)
         is_rank = runs and b"torch.distributed.run" not in words
         if is_rank and f"--job.dump_folder={folder}".encode() in words:
-            found.append(int(path.parent.name))
-    return found
+            pids.append(int(path.parent.name))
+    return pids
 
 
 def wait_until(true, seconds: float = 60) -> None:

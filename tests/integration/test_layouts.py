@@ -78,11 +78,11 @@ def test_losses_are_those_of_one_rank(pool: WorkerPool, one_rank: list[dict], tm
     world_size, arguments = LAYOUTS[name]
     got = pool.run(world_size, run_main, str(tmp_path), [f"--training.steps={COMPARED}", *arguments])[0]
     assert [step["step"] for step in got] == list(range(1, COMPARED + 1))
-    for mine, theirs in zip(got, one_rank, strict=False):
+    for ours, theirs in zip(got, one_rank, strict=False):
         for key in ("loss", "loss_max", "grad_norm"):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
-        assert mine["lr"] == theirs["lr"]
-        assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 8 * 64
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (ours["step"], key)
+        assert ours["lr"] == theirs["lr"]
+        assert ours["tokens_seen"] == theirs["tokens_seen"] == ours["step"] * 8 * 64
 
 
 @pytest.mark.slow
@@ -90,12 +90,12 @@ def test_packed_documents_on_eight_ranks_are_those_of_one(pool: WorkerPool, tmp_
     """Real documents, assigned by their cost again for every batch."""
     balanced = ["--parallelism.context_parallel_load_balancer=balanced", "--comm.check_consistency"]
     runs = []
-    for world_size, more in ((1, []), (8, [*degrees(dp_shard=2, cp=2, tp=2), *balanced])):
+    for world_size, options in ((1, []), (8, [*degrees(dp_shard=2, cp=2, tp=2), *balanced])):
         folder = str(tmp_path / str(world_size))
-        runs.append(pool.run(world_size, run_main, folder, [*DOCUMENTS, *more, "--training.steps=4"])[0])
-    for mine, theirs in zip(*runs, strict=True):
+        runs.append(pool.run(world_size, run_main, folder, [*DOCUMENTS, *options, "--training.steps=4"])[0])
+    for ours, theirs in zip(*runs, strict=True):
         for key in ("loss", "loss_max", "grad_norm"):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (ours["step"], key)
 
 
 def test_it_learns_and_reports(one_rank: list[dict]) -> None:

@@ -1,7 +1,7 @@
 """Law: a checkpoint that an older version of this program wrote is resumed as that version resumed it.
 
 The fixtures were written after two steps at commit 84ca91f: `sharded` by two FSDP ranks, `tied` by one, with tied
-embeddings, attention sinks and a sliding window. The losses and gradient norms below are those of its steps 3 and 4.
+embeddings, attention sinks and a sliding window. The losses and gradient norms below are from steps 3 and 4 there.
 """
 
 import json

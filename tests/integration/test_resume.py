@@ -48,7 +48,7 @@ def run_main(folder: str, arguments: list[str]) -> int:
 
 
 def run(pool: WorkerPool, folder: Path, layout: str, *arguments: str) -> list[dict]:
-    """The program's main on every rank; what is in metrics.jsonl afterwards."""
+    """Run the program's main on every rank; return the content of metrics.jsonl afterwards."""
     world_size, degrees = layout_of(layout)
     codes = pool.run(world_size, run_main, str(folder), [*degrees, *arguments])
     assert codes == [0] * world_size
@@ -117,23 +117,23 @@ FORGOTTEN = {
 }
 
 
-def forgetful_case(folder: str, arguments: list[str], what: str) -> int:
-    name, replacement = FORGOTTEN[what]
+def forgetful_case(folder: str, arguments: list[str], forgotten: str) -> int:
+    name, replacement = FORGOTTEN[forgotten]
     with mock.patch(f"trainer.checkpoint.checkpointer.{name}", replacement):
         return run_main(folder, arguments)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", FORGOTTEN)
-def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, what: str) -> None:
+@pytest.mark.parametrize("forgotten", FORGOTTEN)
+def test_negative_control(pool: WorkerPool, tmp_path: Path, uninterrupted, forgotten: str) -> None:
     """A part of the state that is not restored shows in the comparison, after the steps that were restored."""
     arguments = [*layout_of("fsdp2")[1], *SAVING]
     run(pool, tmp_path, "fsdp2", *SAVING)
     forget(tmp_path, 4, 6)
-    assert pool.run(2, forgetful_case, str(tmp_path), arguments, what) == [0, 0]
+    assert pool.run(2, forgetful_case, str(tmp_path), arguments, forgotten) == [0, 0]
     got, wanted = logged(tmp_path), uninterrupted("fsdp2")
     assert got[:2] == wanted[:2]
-    assert all(mine["loss"] != theirs["loss"] for mine, theirs in zip(got[3:], wanted[3:], strict=True))
+    assert all(ours["loss"] != theirs["loss"] for ours, theirs in zip(got[3:], wanted[3:], strict=True))
 
 
 @pytest.mark.slow
@@ -143,13 +143,13 @@ def test_a_run_resumes_with_other_degrees(pool: WorkerPool, tmp_path: Path, unin
     for layout in ("tp2", "hsdp2x2", "one", "cp2", "pp2"):
         shutil.copytree(tmp_path / "first", tmp_path / layout)
         got = run(pool, tmp_path / layout, layout, *SAVING)
-        for mine, theirs in zip(got, uninterrupted("fsdp2"), strict=True):
+        for ours, theirs in zip(got, uninterrupted("fsdp2"), strict=True):
             for key in EXACT:
-                assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (layout, mine["step"], key)
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-5), (layout, ours["step"], key)
 
 
 def test_load_step_goes_back(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
-    """Another history from step 2 on: its own checkpoints replace those of the first."""
+    """From step 2 on the run has another history: its checkpoints replace the first run's."""
     run(pool, tmp_path, "fsdp2", *SAVING)
     other = run(pool, tmp_path, "fsdp2", *SAVING, "--checkpoint.load_step=2", "--optimizer.lr=1e-3")
     wanted = uninterrupted("fsdp2")
@@ -201,7 +201,7 @@ def test_tensorboard_continues(pool: WorkerPool, tmp_path: Path, uninterrupted) 
 
 
 def signalled_case(folder: str, arguments: list[str], number: int) -> tuple[int, bool]:
-    """Rank 1 alone is signalled, in step 2; whether its handlers are those of before afterwards."""
+    """Signal rank 1 alone in step 2; return the exit code, and whether its signal handler is restored."""
     step_of = Trainer.train_step
 
     def train_step(trainer: Trainer, step: int) -> None:
@@ -228,7 +228,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
 
 
 def timeouts_case(folder: str, arguments: list[str]) -> list[timedelta]:
-    """The longest time-out during the first step; those of the world and of the checkpoint's group after it."""
+    """Return the longest time-out in the first step, then the time-outs of the world and of the checkpoint's group."""
     seen = []
 
     def timeout(group) -> timedelta:

@@ -30,11 +30,18 @@ CONFIG = f"--job.config_file={ROOT}/train_configs/debug_model.toml"
 
 def node(rank: int, port: int, *arguments: str, **variables: str) -> subprocess.Popen:
     """The launcher of one of two nodes, the first one at localhost."""
-    given = {"NNODES": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "NODE_RANK": str(rank)} | variables
+    node_variables = {
+        "NNODES": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": str(rank),
+    } | variables
     return subprocess.Popen(
         [sys.executable, "-c", QUICK_LINES, "--nproc-per-node=1", *arguments],
         cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", **given),  # as trainer/commands/ranks.py
+        env=environment(
+            OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", **node_variables
+        ),  # as trainer/commands/ranks.py
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -33,7 +33,7 @@ prepare("fla.ops.common.chunk_delta_h", "fla.ops.common.chunk_h")
 
 
 def uneven(length: int) -> AxisLayout:
-    """Three ranks, of which one has no token and one has two fragments of a length."""
+    """Return a layout of three ranks: one has no token, and one has two fragments of the same length."""
     return AxisLayout("uneven", length, (((0, 4), (length - 4, length)), (), ((4, length - 4),)))
 
 
@@ -69,10 +69,10 @@ def test_one_process(kind: str, length: int, share: float, tolerance: float) -> 
     inputs = drawn(kind, 1, length, seed=1, dtype=torch.float32)
     positions = positions_of(starts_of(1, length, share, 3)) if share else None
     out, _, last = OPERATOR.linear_attention(Tokens(*inputs, positions, 0.5), None)
-    given = [x for x in inputs if x is not None]
-    found = [out, *torch.autograd.grad(out, given, cotangent(1, length).float())]
+    leaves = [x for x in inputs if x is not None]
+    results = [out, *torch.autograd.grad(out, leaves, cotangent(1, length).float())]
     wanted = recurrence(kind, 1, length, share)
-    assert differences(found, wanted) < tolerance
+    assert differences(results, wanted) < tolerance
     query = inputs[0].detach()[:, -1].repeat_interleave(2, 1)
     assert differences([0.5 * torch.einsum("bhk,bhkv->bhv", query, last)], [wanted[0][:, -1]]) < tolerance
 
@@ -95,12 +95,12 @@ def test_maps_are_those_of_chunks(kind: str) -> None:
     place = Place((5, 10, 5), 16, "cpu")
     inputs = [None if x is None else x.detach() for x in drawn(kind, 1, SHORT, seed=1, dtype=torch.float32)]
     x = Tokens(*inputs, None, 0.5)
-    found = linear_kernels.KernelPass(x, place.lengths).maps()
-    assert differences([found], [ChunkedPass(x, place).maps()]) < EXACT
+    maps = linear_kernels.KernelPass(x, place.lengths).maps()
+    assert differences([maps], [ChunkedPass(x, place).maps()]) < EXACT
 
 
 def test_half_precision() -> None:
-    """Layers give queries and keys in float32 beside values in half precision; gradients have the inputs' types.
+    """Layers give queries and keys in float32, and values in half precision; gradients have the inputs' types.
 
     float16, because the interpreter's products of bfloat16 are wrong.
     """

@@ -32,7 +32,7 @@ class Mutant(NamedTuple):
 
 
 def _pattern(old: str) -> str:
-    """Return a regular expression of a text whose spaces are free beside brackets and any where there is one."""
+    """Return a regular expression of a text that allows any spaces at brackets, and any kind of space elsewhere."""
     pieces = []
     for piece in re.findall(r",?\s*[\])}]|[\[({]\s*|\s+|[^\s\[\](){},]+|,", old):
         if piece[-1] in "])}":

@@ -24,7 +24,7 @@ def group_of(case: str) -> str:
 
     The group of a documented command is its page, with which the parameters of the case begin.
 
-    Other cases are together with those of their file.
+    Other cases are grouped by file.
     """
     match = re.search(r"\[([\w./-]+): ", case)
     return group(match[1]) if match else case.partition("::")[0]

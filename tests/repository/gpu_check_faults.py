@@ -36,7 +36,7 @@ def skips(check: Check) -> None:
 
 
 def hangs(check: Check) -> None:
-    """With a process of its own, whose id it notes, and whose folder is that of the block."""
+    """Hang with a child process; note the child's id and the block's folder."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     check.note(child=child.pid, folder=os.environ["TMPDIR"])
     time.sleep(600)

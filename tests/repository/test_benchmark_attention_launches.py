@@ -16,6 +16,6 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "benchmarks" / "atten
 def test_every_method_is_measured(kernel: str) -> None:
     command = [sys.executable, str(SCRIPT), "--degrees", "4", "--kernel", kernel, "--rounds", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["method"] for line in found] == ["ring", "all_gather", "all_to_all", "hybrid"]
-    assert all(line["forward_ms"] > 0 and line["backward_ms"] > 0 for line in found)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["method"] for line in lines] == ["ring", "all_gather", "all_to_all", "hybrid"]
+    assert all(line["forward_ms"] > 0 and line["backward_ms"] > 0 for line in lines)

@@ -46,8 +46,8 @@ def test_every_way_saves_the_same_tensors(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_ratios_are_medians_of_those_of_a_round() -> None:
     plain, other = [Times(1, 1), Times(2, 2), Times(4, 4)], [Times(1, 2), Times(1, 2), Times(8, 16)]
-    found = {"plain save": plain, "plain async_save": other, **dict.fromkeys(benchmark.PLAIN, other)}
-    first, second, sync, *_, pinned = rows(found)
+    times = {"plain save": plain, "plain async_save": other, **dict.fromkeys(benchmark.PLAIN, other)}
+    first, second, sync, *_, pinned = rows(times)
     assert (first["stalled_s"], second["on_disk_s"]) == (2, 2)
     assert (sync["stalled_ratio"], sync["stalled_ratio_range"], sync["on_disk_ratio"]) == (1.0, [0.5, 2.0], 2.0)
     assert (pinned["stalled_ratio"], pinned["on_disk_ratio_range"]) == (1.0, [1.0, 1.0])

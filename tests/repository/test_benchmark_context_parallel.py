@@ -105,7 +105,7 @@ def test_the_peer_computes_the_same_attention(monkeypatch: pytest.MonkeyPatch) -
         yield
 
     monkeypatch.setattr(experimental, "context_parallel", context)
-    monkeypatch.setattr(torch.autograd, "grad", lambda *given: gradients.append(grad(*given)))
+    monkeypatch.setattr(torch.autograd, "grad", lambda *arguments: gradients.append(grad(*arguments)))
     share = Share(Problem(32, 1, heads=4, kv_heads=2, head_dim=8), 1, ["ring", PEER])
     for method in ("ring", PEER):
         share.run(method)
@@ -141,16 +141,16 @@ def test_one_rank_and_the_whole_compute_the_same_problem() -> None:
     assert account["bytes_sent"] == {}
     size = 32 * 2 * 8 * 4
     assert account["peak_bytes"]["forward"] >= size  # the output at least
-    for mine, whole in zip(share._inputs, problem.inputs(), strict=True):
-        assert torch.equal(mine, whole)
+    for x, whole in zip(share._inputs, problem.inputs(), strict=True):
+        assert torch.equal(x, whole)
 
 
 def test_peak_counts_what_lives_at_once() -> None:
-    given = torch.zeros(100)
-    with PeakBytes(given) as meter:
-        given.add_(1)
+    existing = torch.zeros(100)
+    with PeakBytes(existing) as meter:
+        existing.add_(1)
         assert meter.peak == 0
-        kept = given + 1
+        kept = existing + 1
         torch.empty(1000, device="meta")
         for _ in range(3):
             _ = kept.view(10, 10) * 2
@@ -179,14 +179,14 @@ def test_tiles_of_all_ranks_are_the_whole(method: str) -> None:
     dq = whole.backward(out, lse)[0]
     for rank in range(2):
         tiles = Tiles(SMALL, method, rank, Math(), inputs)
-        mine = [x.transpose(1, 2) for x in tiles.forward()]
-        mine.append(tiles.backward(*tiles.forward())[0].transpose(1, 2))
+        joined = [x.transpose(1, 2) for x in tiles.forward()]
+        joined.append(tiles.backward(*tiles.forward())[0].transpose(1, 2))
         rows, heads = torch.from_numpy(SMALL.layout.indices(rank)), slice(None)
         if method == "all_to_all":
             rows, heads = slice(None), slice(2 * rank, 2 * rank + 2)
         wanted = [x.transpose(1, 2)[:, rows][:, :, heads] for x in (out, dq)]
-        for found, expected in zip((mine[0], mine[2]), wanted, strict=True):
-            assert (found - expected).norm() <= 1e-12 * expected.norm()
+        for result, expected in zip((joined[0], joined[2]), wanted, strict=True):
+            assert (result - expected).norm() <= 1e-12 * expected.norm()
 
 
 def test_tile_rows_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,8 +200,8 @@ def test_tile_rows_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert written["command"].startswith("python scripts/benchmarks/context_parallel.py --tiles --heads 4 ")
     assert {"commit", "torch", "python", "device"} <= written.keys()
     rows = written["results"]
-    found = {(row["kernel"], row["method"], row["degree"], row["seq_len"]) for row in rows}
-    assert found == {("cpu_flash", m, d, s) for m in benchmark.METHODS for d in (2, 4) for s in (64, 96)}
+    cases = {(row["kernel"], row["method"], row["degree"], row["seq_len"]) for row in rows}
+    assert cases == {("cpu_flash", m, d, s) for m in benchmark.METHODS for d in (2, 4) for s in (64, 96)}
     assert len(rows) == 12
     assert all(row["ratio"] > 0 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 13

@@ -60,8 +60,8 @@ def test_one_rank_and_the_whole_compute_the_same(model: str) -> None:
     problem = Problem(model, 16, 1)
     whole, share = Whole(problem, 1), Share(problem, 1)
     assert all(one.start < one.middle < one.end and one.cpu > 0 for one in (share.run(), whole.run()))
-    for mine, theirs in zip(share.model.parameters(), whole.model.parameters(), strict=True):
-        assert (mine.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
+    for ours, theirs in zip(share.model.parameters(), whole.model.parameters(), strict=True):
+        assert (ours.grad - theirs.grad).norm() <= 1e-5 * theirs.grad.norm()
     account = share.account()
     assert (account["bytes_sent"], account["calls"]) == (0, 0)
     assert account["peak_bytes"] >= sum(parameter.nbytes for parameter in share.model.parameters())  # the gradients

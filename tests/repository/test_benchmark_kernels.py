@@ -40,6 +40,6 @@ def test_a_kernel_that_a_compiler_refuses_is_a_row(
         raise LimitHit("recompile limit\nand more")
 
     monkeypatch.setattr(benchmark.CpuFlash, "forward", fail)
-    found = rows(["--kernels", "cpu_flash", "math", "--relations", "causal"], monkeypatch, capsys)
-    assert found[0]["note"] == "LimitHit: recompile limit"
-    assert found[1]["forward_ms"] > 0
+    table = rows(["--kernels", "cpu_flash", "math", "--relations", "causal"], monkeypatch, capsys)
+    assert table[0]["note"] == "LimitHit: recompile limit"
+    assert table[1]["forward_ms"] > 0

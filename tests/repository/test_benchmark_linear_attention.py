@@ -20,5 +20,5 @@ def test_rows_are_written(tmp_path: Path) -> None:
         assert short["ratio"] > 0
         assert short["bytes_sent"] == long["bytes_sent"] > 0
         assert long["attention"] == 2 * short["attention"]
-    # Three fragments, of which rank 0 has the first and the last: each rank gets one map, in each direction.
+    # Rank 0 has the first and the last of three fragments: each rank gets one map, in each direction.
     assert rows["mamba2", 64]["bytes_sent"] == 2 * 2 * 2 * 8 * (8 + 1) * 4

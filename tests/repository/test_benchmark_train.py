@@ -160,8 +160,8 @@ def test_a_peak_is_what_was_held_at_once_since_the_reset() -> None:
     del _
     memory.reset()
     _ = torch.ones(2**24)
-    found = memory.read()
-    assert found is None if not Path("/proc/self/clear_refs").exists() else 0.06 < found < 0.2
+    peak = memory.read()
+    assert peak is None if not Path("/proc/self/clear_refs").exists() else 0.06 < peak < 0.2
 
 
 def test_a_child_that_runs_out_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,9 +189,9 @@ def test_the_result_names_its_command_and_holds_every_variant(
     assert (result["layers"], result["seq_len"], result["rows"], result["vocab_size"]) == (1, 32, 2, 4352)
     assert (result["device"], result["threads"]) == ("cpu", torch.get_num_threads())
     assert torch.__version__.startswith(result["torch"])  # the package's version may lack the build's name
-    bare, *rest = result["results"]
-    assert [row["variant"] for row in rest] == ["trainer", "selective+kernel=cpu_flash"]
-    for row in rest:
+    bare, *variants = result["results"]
+    assert [row["variant"] for row in variants] == ["trainer", "selective+kernel=cpu_flash"]
+    for row in variants:
         assert row["first_loss"] == pytest.approx(bare["first_loss"], rel=1e-6)
         assert 0 < row["ratio_range"][0] <= row["ratio"] <= row["ratio_range"][1]
         assert row["tokens_per_second"] > 0

@@ -127,19 +127,19 @@ def arguments(function: Function) -> int:
     return len(named) + len(listed.kwonlyargs) + (listed.vararg is not None) + (listed.kwarg is not None) - bound
 
 
-def check(what: str, counted: float, most: float, offenders: list[tuple[str, float]]) -> None:
+def check(name: str, counted: float, most: float, offenders: list[tuple[str, float]]) -> None:
     """Compare a count with its number, which may be at most 1 % above the count.
 
     Args:
-        what: the name of the number in this file.
+        name: the name of the number in this file.
         counted: the count of the packages as they are.
         most: the number.
         offenders: places and their counts. The message lists the largest ones.
     """
     largest = sorted(offenders, key=lambda pair: -pair[1])[:60]
     listed = "".join(f"\n  {place}: {size:,.6g}" for place, size in largest)
-    assert counted <= most, f"The packages have {counted:,.6g}, and {what} allows {most:,}. The largest ones:{listed}"
-    assert counted >= 0.99 * most, f"The packages have {counted:,.6g} only: lower {what} from {most:,} to this count."
+    assert counted <= most, f"The packages have {counted:,.6g}, and {name} allows {most:,}. The largest ones:{listed}"
+    assert counted >= 0.99 * most, f"The packages have {counted:,.6g} only: lower {name} from {most:,} to this count."
 
 
 @pytest.mark.parametrize(("name", "most"), [("MOST_TOKENS", MOST_TOKENS), ("MOST_PLANNER_TOKENS", MOST_PLANNER_TOKENS)])

@@ -97,11 +97,11 @@ def test_a_run_that_fails_says_why_in_its_own_words(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("path", "says"),
     [("no.toml", "A = no.toml is no file"), ("no-such:" + CONFIG, "commit 'no-such' cannot be checked out")],
 )
-def test_what_is_not_there(given: str, says: str, capsys: pytest.CaptureFixture):
-    code, _, error = compared(capsys, given, CONFIG)
+def test_what_is_not_there(path: str, says: str, capsys: pytest.CaptureFixture):
+    code, _, error = compared(capsys, path, CONFIG)
     assert code == 2
     assert says in error
     assert len(error.splitlines()) == 1

@@ -1,9 +1,9 @@
 """Law: every command and every program of the documentation runs as written in a fresh clone.
 
 Bash runs a command as it stands. Its programs run in a shorter form, by one rule for each program (`shortened.py`), in
-children of a process that has imported them (`warm_server.py`); those of the README, and all of them with `--cold`,
-start as a user starts them. What the reader brings is made (`brought.py`). `exceptions.py` has the commands that cannot
-run so, with reasons. The commands of a page share a copy of the repository, in the order of the page.
+children of a process that has imported them (`warm_server.py`). The programs of the README, and all programs with
+`--cold`, start as a user starts them. `brought.py` makes the files that a reader has. `exceptions.py` has the commands
+that cannot run so, with reasons. The commands of a page share a copy of the repository, in the order of the page.
 """
 
 import re
@@ -137,10 +137,10 @@ def check(clone: Clone, command: Command, *, cold: bool) -> None:
     code = exception.code if exception else 2 if refused else 0
     assert result.returncode == code, f"{command.page}: {output[-5000:]}"
     if command.shown is not None:
-        found = result.stderr if refused else result.stdout
+        shown = result.stderr if refused else result.stdout
         if ROOT / command.page not in PAGES_WITH_OUTPUT:  # up to an empty line
-            found = found[: len(command.shown)]
-        assert found == command.shown, "run `make docs`, or mend the page"
+            shown = shown[: len(command.shown)]
+        assert shown == command.shown, "run `make docs`, or mend the page"
         return
     for pattern in printed:
         assert re.search(pattern, output, re.MULTILINE), f"no {pattern!r}: {output[-5000:]}"

@@ -73,27 +73,27 @@ def ends(pid: int) -> bool:
 
 
 def test_what_a_block_notes() -> None:
-    found = run_block(faulty("passes"), "cpu")
-    assert found.keys() == _KEYS
-    assert (found["verdict"], found["headline"], found["problems"]) == ("passed", "all is well", [])
-    assert found["facts"] == {"device": "cpu", "infinite": "inf", "nested": {"a": [1, 2.5]}}
+    result = run_block(faulty("passes"), "cpu")
+    assert result.keys() == _KEYS
+    assert (result["verdict"], result["headline"], result["problems"]) == ("passed", "all is well", [])
+    assert result["facts"] == {"device": "cpu", "infinite": "inf", "nested": {"a": [1, 2.5]}}
 
 
 def test_no_block_stops_the_others_and_the_file_has_all(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     names = ("expects", "raises", "dies", "skips", "passes")
     out, lengths, write = tmp_path / "found.json", [], gpu_check.write
 
-    def counted(path: Path, what: dict) -> None:
-        write(path, what)
+    def counted(path: Path, content: dict) -> None:
+        write(path, content)
         lengths.append(len(json.loads(out.read_text())["blocks"]))
 
     with mock.patch.object(gpu_check, "write", counted):
         check([faulty(name) for name in names], {"torch": "x"}, "cpu", out)
     assert lengths == [1, 2, 3, 4, 5], "the file is written after each block"
-    found = json.loads(out.read_text())
-    verdicts = {block["name"]: block["verdict"] for block in found["blocks"]}
+    written = json.loads(out.read_text())
+    verdicts = {block["name"]: block["verdict"] for block in written["blocks"]}
     assert verdicts == dict(zip(names, ("failed", "failed", "died (SIGSEGV)", "skipped", "passed"), strict=True))
-    expects, raises, dies, skips, _ = found["blocks"]
+    expects, raises, dies, skips, _ = written["blocks"]
     assert expects["problems"] == ["2 is not 3"]
     assert "RuntimeError: a planted error" in raises["log"]
     assert raises["facts"] == dies["facts"] == {"before": 1}
@@ -101,22 +101,22 @@ def test_no_block_stops_the_others_and_the_file_has_all(tmp_path: Path, capsys: 
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [*names]
     assert "2 is not 3" in lines[0]
-    assert found["torch"] == "x"
+    assert written["torch"] == "x"
 
 
 def test_a_block_is_killed_at_its_limit_with_its_processes() -> None:
     started = time.monotonic()
-    found = run_block(faulty("hangs", limit=4.0), "cpu", scale=0.5)
+    result = run_block(faulty("hangs", limit=4.0), "cpu", scale=0.5)
     assert time.monotonic() - started < 60
-    assert found["verdict"] == "over its limit of 2 s"
-    assert ends(found["facts"]["child"])
-    assert not Path(found["facts"]["folder"]).exists()
+    assert result["verdict"] == "over its limit of 2 s"
+    assert ends(result["facts"]["child"])
+    assert not Path(result["facts"]["folder"]).exists()
 
 
 def test_processes_of_a_block_that_has_ended_are_killed_too() -> None:
-    found = run_block(faulty("leaves_a_process"), "cpu")
-    assert (found["verdict"], found["facts"]["exists"]) == ("passed", True)
-    assert ends(found["facts"]["child"])
+    result = run_block(faulty("leaves_a_process"), "cpu")
+    assert (result["verdict"], result["facts"]["exists"]) == ("passed", True)
+    assert ends(result["facts"]["child"])
 
 
 def test_the_exit_code_says_whether_a_block_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,10 +124,10 @@ def test_the_exit_code_says_whether_a_block_failed(tmp_path: Path, monkeypatch: 
     for names, code in ((("passes", "skips"), 0), (("passes", "raises"), 1)):
         monkeypatch.setattr(gpu_check, "BLOCKS", tuple(map(faulty, names)))
         assert main(["--device", "cpu", "--out", str(out)]) == code
-        found = json.loads(out.read_text())
-        assert found.keys() == _HEAD | {"blocks"}
-        assert found["command"].startswith("python scripts/gpu_check.py --device cpu")
-        assert [block["name"] for block in found["blocks"]] == [*names]
+        written = json.loads(out.read_text())
+        assert written.keys() == _HEAD | {"blocks"}
+        assert written["command"].startswith("python scripts/gpu_check.py --device cpu")
+        assert [block["name"] for block in written["blocks"]] == [*names]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +164,8 @@ def test_files_of_a_block_lie_beside_the_result_unless_they_are_large(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_check, "_MOST_BYTES", 10)
-    found = run_block(faulty("leaves_files"), "cpu", out=tmp_path / "found.json")
-    assert found["files"] == ["large is not kept: 11 bytes", "found_small"]
+    result = run_block(faulty("leaves_files"), "cpu", out=tmp_path / "found.json")
+    assert result["files"] == ["large is not kept: 11 bytes", "found_small"]
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"found_small": "10 letters"}
     assert "files" not in run_block(faulty("leaves_files"), "cpu")
 
@@ -177,9 +177,9 @@ def test_a_dry_run_of_light_blocks(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     words = ["--blocks", "versions,kernels", "--out", str(out), "--commit", "4a5b6c"]
     assert main(["--device", "cpu", *words]) == 0
-    found = json.loads(out.read_text())
-    assert found["commit"] == "4a5b6c"
-    versions, tiles = (block["facts"] for block in found["blocks"])
+    written = json.loads(out.read_text())
+    assert written["commit"] == "4a5b6c"
+    versions, tiles = (block["facts"] for block in written["blocks"])
     assert versions["torch"] == torch.__version__
     assert set(versions["sdpa"].values()) == {"FLASH_ATTENTION"}
     assert (tiles["done"], tiles["left_out_for_time"]) == (48, 0)
@@ -218,41 +218,41 @@ def test_every_block_is_imported_and_one_trains_on_a_bare_machine(tmp_path: Path
 def test_a_dry_run_of_all_blocks_on_a_bare_machine(tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     on_a_bare_machine("scripts/gpu_check.py", "--device", "cpu", "--out", str(out), "--limit-scale", "4")
-    found = {block["name"]: block for block in json.loads(out.read_text())["blocks"]}
-    assert [*found] == [block.name for block in BLOCKS]
-    assert {name for name, block in found.items() if block["verdict"] == "skipped"} == {"several", "float8"}
-    assert found["two_ranks"]["facts"]["differences"].keys() == {"fsdp", "ring", "resumed"}
-    assert found["two_ranks"]["facts"]["time_out"]["records"] == ["rank_0"]
+    blocks = {block["name"]: block for block in json.loads(out.read_text())["blocks"]}
+    assert [*blocks] == [block.name for block in BLOCKS]
+    assert {name for name, block in blocks.items() if block["verdict"] == "skipped"} == {"several", "float8"}
+    assert blocks["two_ranks"]["facts"]["differences"].keys() == {"fsdp", "ring", "resumed"}
+    assert blocks["two_ranks"]["facts"]["time_out"]["records"] == ["rank_0"]
     assert (
-        max(max(errors.values()) for name, errors in found["large"]["facts"]["errors"].items() if name != "elements")
+        max(max(errors.values()) for name, errors in blocks["large"]["facts"]["errors"].items() if name != "elements")
         == 0
     )
-    assert {row["kernel"] for row in found["documents"]["facts"]["rows"]} == {"math", "cpu_flash"}
-    assert [row["vocabulary"] for row in found["vocabulary"]["facts"]["rows"]] == [33_000, 33_000]
-    assert len(found["optimizers"]["facts"]["rows"]) == 5
-    assert found["program"]["facts"]["largest_relative_difference"].keys() == {"bfloat16", "resumed"}
-    (trace,) = found["mfu"]["files"]
+    assert {row["kernel"] for row in blocks["documents"]["facts"]["rows"]} == {"math", "cpu_flash"}
+    assert [row["vocabulary"] for row in blocks["vocabulary"]["facts"]["rows"]] == [33_000, 33_000]
+    assert len(blocks["optimizers"]["facts"]["rows"]) == 5
+    assert blocks["program"]["facts"]["largest_relative_difference"].keys() == {"bfloat16", "resumed"}
+    (trace,) = blocks["mfu"]["files"]
     with gzip.open(tmp_path / trace) as file:
         assert json.load(file)["traceEvents"]
-    facts = found["mfu"]["facts"]
+    facts = blocks["mfu"]["facts"]
     assert (facts["work"]["vocab_size"], facts["loss_chunk_tokens"], facts["long"]["tokens"]) == (33_000, 16, 64)
     assert facts["long"]["tokens_per_second"] > 0
-    assert [row["tokens"] for row in found["layer"]["facts"]["rows"]] == [64, 128]
-    assert len(found["nccl"]["facts"]["recorded"]) == 2
+    assert [row["tokens"] for row in blocks["layer"]["facts"]["rows"]] == [64, 128]
+    assert len(blocks["nccl"]["facts"]["recorded"]) == 2
     ways = ("gradients in the forward", "logits twice")
     rows = {*ways, *(f"a chunk with a large vocabulary, {way}" for way in ways)}
-    assert found["speed"]["facts"]["loss_ms"].keys() == rows
-    assert {row["method"] for row in found["tiles"]["facts"]["tiles"]} == {"ring", "all_gather", "all_to_all"}
-    assert found["ranks"]["facts"]["done"] == found["ranks"]["facts"]["of"]
+    assert blocks["speed"]["facts"]["loss_ms"].keys() == rows
+    assert {row["method"] for row in blocks["tiles"]["facts"]["tiles"]} == {"ring", "all_gather", "all_to_all"}
+    assert blocks["ranks"]["facts"]["done"] == blocks["ranks"]["facts"]["of"]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "docs" / "measurements").glob("gpu_check_h100*.json")), ids=str)
 def test_the_page_tells_the_commit_of_each_file_and_every_failed_block(file: Path) -> None:
-    found, page = json.loads(file.read_text()), (ROOT / "docs" / "gpu_check.md").read_text()
-    assert found["command"].startswith("python scripts/gpu_check.py")
+    written, page = json.loads(file.read_text()), (ROOT / "docs" / "gpu_check.md").read_text()
+    assert written["command"].startswith("python scripts/gpu_check.py")
     (row,) = [line for line in page.splitlines() if line.startswith(f"| [{file.name}]")]
-    assert found["commit"] in row
-    for block in found["blocks"]:
+    assert written["commit"] in row
+    for block in written["blocks"]:
         assert {"name", "verdict", "facts"} <= block.keys()
         if block["verdict"] not in ("passed", "skipped"):
             rows = [line for line in page.splitlines() if line.startswith("| `") and f"`{block['name']}`" in line]
@@ -275,9 +275,9 @@ def test_tiles_of_right_kernels_are_within_their_bounds(kernel: Kernel, tile: tu
     if tile[0].lower and not (kernel.capabilities.bands or kernel.capabilities.masks):
         pytest.skip("a window is refused for this kernel")
     for is_strided in (False, True):
-        found = shares(kernel, tile, is_strided)
-        assert found.keys() == {"out", "lse", "dq", "dk", "dv"}
-        assert largest(*found.values()) <= 1
+        error_shares = shares(kernel, tile, is_strided)
+        assert error_shares.keys() == {"out", "lse", "dq", "dk", "dv"}
+        assert largest(*error_shares.values()) <= 1
 
 
 @pytest.mark.parametrize(("method", "wrong"), [("forward", {"out", "lse"}), ("backward", {"dq", "dk"})])
@@ -285,8 +285,8 @@ def test_tiles_of_a_wrong_kernel_are_beyond_them(method: str, wrong: set[str]) -
     kernel = STAND_INS[0]
     right = getattr(kernel, method)
     with mock.patch.object(kernel, method, lambda *args, scale, **options: right(*args, scale=1.01 * scale, **options)):
-        found = shares(kernel, _TILES[2])
-    assert wrong <= {name for name, share in found.items() if share > 1}
+        error_shares = shares(kernel, _TILES[2])
+    assert wrong <= {name for name, share in error_shares.items() if share > 1}
 
 
 def test_synchronisations_are_counted_by_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,9 @@ def test_rows_are_run_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     ):
         for name in rows:
             main(["run", "--json", str(file), "--only", name, "--steps", "2"])
-    found = json.loads(file.read_text())
-    assert (found["device"], [*found["rows"]]) == ("a CPU", ["right", "wrong"])
-    right, wrong = found["rows"].values()
+    written = json.loads(file.read_text())
+    assert (written["device"], [*written["rows"]]) == ("a CPU", ["right", "wrong"])
+    right, wrong = written["rows"].values()
     assert right["finite"]
     assert right["steps"] == 2
     assert right["memory_gib"] > 0

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def lct(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command in an environment with this wheel alone; its dependencies are those of the tests' environment."""
+    """The command in an environment with this wheel alone, and with the dependencies of the tests' environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
@@ -83,11 +83,11 @@ def test_the_library_of_the_wheel_runs_alone(wheel: Path, tmp_path: Path) -> Non
     (tmp_path / "my_model.py").write_text(alone + block + checked)
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "my_model.py"]
-    found = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, *command], cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120
     )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout == "gradients over 2 ranks equal the gradients of one process\n"
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "gradients over 2 ranks equal the gradients of one process\n"
 
 
 def test_it_trains_and_writes_from_another_folder(lct: Path, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-# What the tracer replaces and asks, beside what is in the table. Every test of tests/fake_cuda runs it.
+# Names that the tracer replaces or reads, in addition to the table. Every test of tests/fake_cuda runs the tracer.
 OF_THE_TRACER = {
     *("FakeStore", "FakeTensor", "FakeTensorMode", "OPDEFS", "ProcessGroup", "ShardingPropagator", "_ops", "_schema"),
     *("_PipelineSchedule", "_inference_mode", "_abstract_fn", "_init_fn", "set_ctx_getter", "_can_decompose", "_cdata"),
@@ -303,19 +303,19 @@ OF_THE_TRACER = {
 _TRACER = ROOT / "lct_planner"
 
 
-def uses(of_tracer: bool = False) -> dict[str, set[str]]:
+def uses(by_tracer: bool = False) -> dict[str, set[str]]:
     """Private name -> the modules that use it."""
-    found: dict[str, set[str]] = {}
+    modules_of_names: dict[str, set[str]] = {}
     paths = files_of_program()
-    for path in (path for path in paths if (_TRACER in path.parents) == of_tracer):
+    for path in (path for path in paths if (_TRACER in path.parents) == by_tracer):
         for name in private_names(ast.parse(path.read_text())):
-            found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
-    return {name: modules for name, modules in found.items() if name not in OTHERS | OURS}
+            modules_of_names.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    return {name: modules for name, modules in modules_of_names.items() if name not in OTHERS | OURS}
 
 
 def test_every_private_name_is_in_the_table_and_in_its_modules() -> None:
     assert uses() == {name: private.modules for name, private in PRIVATE.items()}
-    assert uses(of_tracer=True).keys() - PRIVATE.keys() == OF_THE_TRACER
+    assert uses(by_tracer=True).keys() - PRIVATE.keys() == OF_THE_TRACER
 
 
 def test_fsdp_registers_the_back_end_of_groups_of_one_rank() -> None:

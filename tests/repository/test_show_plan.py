@@ -238,8 +238,8 @@ def test_without_its_module_there_is_no_picture(
 def test_it_runs_from_anywhere_without_torch(tmp_path: Path):
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-X", "importtime", "-m", "trainer", "plan", *SMALL, "--output", "plan.svg"]
-    given = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": root}}
-    ended = subprocess.run(command, **given, capture_output=True, text=True, check=True, timeout=100)
+    settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": root}}
+    ended = subprocess.run(command, **settings, capture_output=True, text=True, check=True, timeout=100)
     assert (tmp_path / "plan.svg").exists()
     imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines()}
     assert "matplotlib" in imported

@@ -129,7 +129,7 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def found(browser_address: str, page: str) -> str:
+def page_text(browser_address: str, page: str) -> str:
     """The search results of a page, by Chrome's protocol: a dump of the document is made before they are there."""
     with urlopen(Request(f"{browser_address}/json/new?{quote(page, safe='')}", method="PUT")) as answer:
         target = json.load(answer)["webSocketDebuggerUrl"]
@@ -150,7 +150,7 @@ def test_the_search_finds_a_word(address: str, tmp_path: Path) -> None:
         try:
             line = next(line for line in browser.stderr if "DevTools listening on" in line)
             port = re.search(r":(\d+)/", line)[1]
-            text = found(f"http://localhost:{port}", f"{address}/index.html?q=zigzag")
+            text = page_text(f"http://localhost:{port}", f"{address}/index.html?q=zigzag")
         finally:
             browser.kill()
     assert "Context parallelism" in text

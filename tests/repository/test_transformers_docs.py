@@ -1,4 +1,4 @@
-"""The table of classes in docs/transformers.md is that of the installed transformers."""
+"""The table of classes in docs/transformers.md matches the installed transformers."""
 
 import pytest
 import transformers

@@ -22,10 +22,10 @@ TURNS = [
 
 def read(line: object, where: str = "a.jsonl, line 1") -> dict:
     content = line if isinstance(line, bytes) else json.dumps(line).encode()
-    found = conversation(content, lambda: where)
-    if isinstance(found, BadRecord):
-        raise found
-    return found
+    result = conversation(content, lambda: where)
+    if isinstance(result, BadRecord):
+        raise result
+    return result
 
 
 def refusal(call, *args) -> str:
@@ -35,8 +35,8 @@ def refusal(call, *args) -> str:
     return str(error.value)
 
 
-def sampled(ours: ConversationEncoder, found: dict) -> Sample:
-    return sample_of(ours.encode(found))
+def sampled(ours: ConversationEncoder, messages: dict) -> Sample:
+    return sample_of(ours.encode(messages))
 
 
 def learnt(sample, tokenizer: Tokenizer) -> str:

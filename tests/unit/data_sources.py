@@ -9,16 +9,16 @@ from trainer.data.sources import registry
 from trainer.data.sources.registry import DataSettings, all_documents
 
 
-def given(name, path=None, **how):
+def data_settings(name, path=None, **how):
     return DataSettings(name, None if path is None else str(path), **how)
 
 
 def texts(name, path=None, **how):
-    return list(all_documents(given(name, path, **how)))
+    return list(all_documents(data_settings(name, path, **how)))
 
 
 def check_source(name, path, data_streams=None, **how):
-    registry.check_source(given(name, path, **how), data_streams)
+    registry.check_source(data_settings(name, path, **how), data_streams)
 
 
 def refusal(call, *args) -> str:

@@ -146,11 +146,11 @@ RULES = [
     ),
     *(
         (
-            [EARLY, *given],
+            [EARLY, *arguments],
             ranks,
             ["early_update = true updates parameters on the host during the backward", *words],
         )
-        for given, ranks, words in (
+        for arguments, ranks, words in (
             ([], 1, ["training.enable_cpu_offload = false", "or leave early_update out"]),
             (
                 [HOST, "--training.on_nonfinite=skip"],

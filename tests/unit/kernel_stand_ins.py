@@ -251,7 +251,7 @@ def launches_of(calls: tuple[Call, ...]) -> list[Launch]:
     return [Launch(group) for group in batch_calls(calls)]
 
 
-def of_calls(launch: Launch, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[Call, tuple[torch.Tensor, ...]]]:
+def by_call(launch: Launch, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[Call, tuple[torch.Tensor, ...]]]:
     """Each call with its own rows of what `forward_many` or `backward_many` returns for a launch."""
     offsets = [0] * len(parts)
     for call in launch.calls:

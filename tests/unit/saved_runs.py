@@ -25,8 +25,8 @@ def saved_run(
     folder: Path, *arguments: str, step: int = 3, change: Callable[[nn.Module], None] = lambda model: None
 ) -> JobConfig:
     """Save a step with the first weights of the run, changed by `change`, and the configuration of the run."""
-    given = [f"--job.dump_folder={folder}", "--checkpoint.enable", f"--training.steps={step}", *arguments]
-    config = from_path(parse_command_line(given).config)
+    settings = [f"--job.dump_folder={folder}", "--checkpoint.enable", f"--training.steps={step}", *arguments]
+    config = from_path(parse_command_line(settings).config)
     args = resolve_model(config)
     with torch.device("meta"):
         model = stored_as(model_spec(config.model.name).build(args), getattr(torch, config.training.dtype))

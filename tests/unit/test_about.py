@@ -15,13 +15,13 @@ def test_a_quick_test_guards_each_file(file: str) -> None:
 
 
 def test_tests_of_a_file_are_those_that_import_it_name_it_or_see_its_mistakes() -> None:
-    of_chat = ["tests/unit/test_chat_command.py", "tests/unit/test_conversation.py"]
-    assert guards_of(["trainer/commands/chat.py"]) == of_chat  # one is named by its marker
+    chat_tests = ["tests/unit/test_chat_command.py", "tests/unit/test_conversation.py"]
+    assert guards_of(["trainer/commands/chat.py"]) == chat_tests  # one is named by its marker
     assert "tests/unit/test_merging.py" in guards_of(["longshard/context/execution/merging.py"])
-    of_windows = guards_of(["longshard/domain/windows.py"])
-    assert of_windows == [test for test in of_windows if test.startswith("tests/distributed/test_domain")]
+    window_tests = guards_of(["longshard/domain/windows.py"])
+    assert window_tests == [test for test in window_tests if test.startswith("tests/distributed/test_domain")]
     family = "tests/distributed/test_domain_tensor.py::test_functions_equal_those_of_a_whole_tensor[space-3-1]"
-    assert family in of_windows  # a mutant names it
+    assert family in window_tests  # a mutant names it
 
 
 def test_unit_tests_are_first_and_a_module_is_not_named_twice() -> None:

@@ -39,10 +39,10 @@ def busiest(options: ContextParallelOptions, masks: list[Mask], degree: int) -> 
     return max(
         sum(
             attention_cost(plan, LLAMA_8B, way).bytes_sent.total()
-            for plan in of_rank
+            for plan in rank_plans
             for way in ("forward", "backward")
         )
-        for of_rank in plans
+        for rank_plans in plans
     )
 
 
@@ -106,9 +106,9 @@ AUTO = [
 ONE_DOCUMENT, MANY = [16 * SHORT_SHARD], [SHORT_SHARD // 4] * 64
 
 
-def planned(lengths: list[int], *more: str, device_type: str = "cuda") -> BatchPlan:
+def planned(lengths: list[int], *options: str, device_type: str = "cuda") -> BatchPlan:
     """The plan that the trainer makes for a batch of packed documents."""
-    job = resolve(parse_command_line([*AUTO, "--model.flavor=8B", *more]).config, 8, device_type)
+    job = resolve(parse_command_line([*AUTO, "--model.flavor=8B", *options]).config, 8, device_type)
     ids = np.repeat(np.arange(len(lengths)), lengths)[None]
     return BatchPlan.of({"document_ids": ids}, 8, job.attention, job.method_chooser())
 
@@ -156,8 +156,13 @@ def test_bytes_are_those_of_the_data_type_that_computes(arguments: list[str], de
 def test_the_balancer_of_auto_is_that_of_the_method() -> None:
     """Ranks that attend over the whole sequence have equal work in any layout, and messages in order are not copied."""
     hybrid = {"hybrid": (2, 2)}
-    found = {name: ContextParallelOptions(name, hybrid_degrees=hybrid.get(name)).balancer for name in METHODS}
-    assert found == {"ring": "head_tail", "all_gather": "head_tail", "all_to_all": "contiguous", "hybrid": "head_tail"}
+    balancers = {name: ContextParallelOptions(name, hybrid_degrees=hybrid.get(name)).balancer for name in METHODS}
+    assert balancers == {
+        "ring": "head_tail",
+        "all_gather": "head_tail",
+        "all_to_all": "contiguous",
+        "hybrid": "head_tail",
+    }
     assert ContextParallelOptions("all_to_all", "balanced").balancer == "balanced"
 
 
@@ -178,17 +183,17 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "node", "of_8b", "of_70b"), TABLE)
+@pytest.mark.parametrize(("ranks", "node", "expected_8b", "expected_70b"), TABLE)
 def test_heads_are_exchanged_inside_a_node_where_links_are_fast(
-    ranks: int, node: int, of_8b: tuple, of_70b: tuple
+    ranks: int, node: int, expected_8b: tuple, expected_70b: tuple
 ) -> None:
-    found = []
+    results = []
     for shape in (LLAMA_8B, LLAMA_70B):
         options, reason = choose(OPTIONS, (causal(16384 * ranks),), ranks, shape, node=node)
-        found.append((options.method, options.hybrid_degrees))
+        results.append((options.method, options.hybrid_degrees))
         assert ("a byte off node counted 9 times" in reason) == (node < ranks)
         assert (" off node)" in reason) == (node < ranks)
-    assert found == [of_8b, of_70b]
+    assert results == [expected_8b, expected_70b]
 
 
 @pytest.mark.parametrize(

@@ -218,8 +218,8 @@ def test_work_is_that_of_the_mask(lengths: list[int], window: int, tile: int) ->
     for number, mask in enumerate(masks):
         assert (work.first_seen(tokens)[number] == tokens + 1 - mask.work()).all()
     pairs = by_sequence(masks).work()
-    of_tokens = work.of(np.stack([tokens, tokens + 1], axis=1))
-    assert (of_tokens == pairs).all() if tile == 1 else of_tokens.sum() > pairs.sum()
+    token_work = work.of(np.stack([tokens, tokens + 1], axis=1))
+    assert (token_work == pairs).all() if tile == 1 else token_work.sum() > pairs.sum()
 
 
 def test_one_piece_each_is_not_balanced() -> None:

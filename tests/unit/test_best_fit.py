@@ -23,7 +23,7 @@ KEYS = ("tokens", "labels", "positions", "document_ids")
 
 
 class Numbers(tests.numbered.Numbers):
-    """Conversations, of which the second half is an answer."""
+    """Conversations whose second half is an answer."""
 
     def __getitem__(self, i: int) -> Encoded:
         ids = super().__getitem__(i).ids
@@ -57,7 +57,7 @@ def stream_of(lengths, seq_len=64, *, kind=Numbers, drops=False) -> WholeStream:
 
 def documents(sequence) -> list[tuple[int, ...]]:
     """The conversations of a sequence, whole; its padding must be what padding is."""
-    ids, found = sequence.document_ids, []
+    ids, pieces = sequence.document_ids, []
     for number in range(int(ids[-1]) + 1):
         inside = ids == number
         tokens, labels = sequence.tokens[inside], sequence.labels[inside]
@@ -70,9 +70,9 @@ def documents(sequence) -> list[tuple[int, ...]]:
         length = len(tokens)
         assert tokens.tolist() == [int(tokens[0]) + i for i in range(length)]
         assert labels.tolist() == [IGNORE_INDEX] * (length // 2) + tokens[length // 2 + 1 :].tolist() + [IGNORE_INDEX]
-        found.append((int(tokens[0]) // 1000, len(tokens)))
+        pieces.append((int(tokens[0]) // 1000, len(tokens)))
     assert ids.tolist() == sorted(ids.tolist())
-    return found
+    return pieces
 
 
 def an_epoch(stream) -> list:
@@ -89,9 +89,9 @@ def test_an_epoch_has_every_conversation_once_and_whole(lengths):
     orders = []
     for epoch in range(3):
         assert stream.passes == epoch
-        found = [document for sequence in an_epoch(stream) for document in documents(sequence)]
-        assert sorted(found) == list(enumerate(lengths))
-        orders.append(found)
+        conversations = [document for sequence in an_epoch(stream) for document in documents(sequence)]
+        assert sorted(conversations) == list(enumerate(lengths))
+        orders.append(conversations)
     assert len(lengths) < 6 or len({tuple(order) for order in orders}) > 1
 
 
@@ -208,8 +208,8 @@ def test_a_long_conversation_is_cut_behind_an_answer_or_left_out_and_counted(dro
             learned = sorted(labels[labels != IGNORE_INDEX] % 1000)
             assert not inside.any() or learned == [*range(7, 11), *range(17, 21)]
     (first,) = {record.getMessage() for record in caplog.records}
-    what, used = ("conversations", 0) if drops else ("ends of conversations", 19)
-    assert first.startswith(f"{what} left out so far: 1; this one: ")
+    noun, used = ("conversations", 0) if drops else ("ends of conversations", 19)
+    assert first.startswith(f"{noun} left out so far: 1; this one: ")
     assert first.endswith(f" tokens, and a sequence has 23; {used} are used")
     assert stream._conversations.left_out.number == 3
 

@@ -39,13 +39,13 @@ def test_a_rotation_in_parts_is_the_whole_one(rotate: Callable[..., torch.Tensor
     table = precompute_freqs_cis(7, 4, 5e5, None, torch.float64)
     table = table[torch.tensor([[3, 1, 4], [2, 6, 5]])] if batched else table[:3]
     x, weights = random(2, 3, 1, 4).requires_grad_(), random(2, 3, 1, 4, seed=1)
-    found = []
+    results = []
     for part in (rotary._PART, 13, 1):
         with mock.patch.object(rotary, "_PART", part):
             out = rotate(x, table)
-            found.append((out, *torch.autograd.grad(out, x, weights)))
+            results.append((out, *torch.autograd.grad(out, x, weights)))
             assert torch.autograd.gradgradcheck(lambda x: rotate(x, table).sin(), (x,))
-    for one, *others in zip(*found, strict=True):
+    for one, *others in zip(*results, strict=True):
         for other in others:
             torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
 
@@ -70,8 +70,8 @@ def test_a_gate_has_the_gradients_of_its_formula_and_keeps_its_inputs_alone(name
     formula = ACTIVATIONS[name].function(gate) * up
     assert kept == [gate.data_ptr(), up.data_ptr()]
     assert out.equal(formula)
-    for found, expected in zip(*(torch.autograd.grad(x, (gate, up), weights) for x in (out, formula)), strict=True):
-        assert found.equal(expected)
+    for gradient, expected in zip(*(torch.autograd.grad(x, (gate, up), weights) for x in (out, formula)), strict=True):
+        assert gradient.equal(expected)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
@@ -105,9 +105,9 @@ def test_rows_of_experts_are_weighted_and_added_in_parts(wide: bool) -> None:
         with mock.patch.object(tensors, "_PART", part), Meter(rows, weights, token, dout) as meter:
             out = experts._WeightedSums.apply(rows, weights, token, ROWS)
             peaks.append(meter.peak)
-            found = torch.autograd.grad(out, (rows, weights), dout)
+            gradients = torch.autograd.grad(out, (rows, weights), dout)
         assert out.equal(formula)
-        assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+        assert all(one.equal(other) for one, other in zip(gradients, expected, strict=True))
     assert peaks[1] < 0.6 * peaks[0]
 
 
@@ -123,45 +123,45 @@ def attended(rank: int, mesh: ThreadMesh, kv_heads: int, query_heads: int) -> No
         torch.autograd.grad(out, leaves, cotangent)
 
 
-def of_messages(direction: str, kv_heads: int = HEADS, query_heads: int = 0) -> dict[str, list[float]]:
+def message_memory(direction: str, kv_heads: int = HEADS, query_heads: int = 0) -> dict[str, list[float]]:
     """Kind of a message -> the bytes of a rank beyond inputs when it is sent, in queries of a rank; and the most bytes.
 
     Messages have no values.
     """
-    found: dict[str, list[float]] = defaultdict(list)
+    units: dict[str, list[float]] = defaultdict(list)
     real, meters = getattr(HeadExchange, direction), {}
 
-    def metered(self: HeadExchange, *given: object, **more: object) -> object:
-        meters[get_ident()] = meter = Meter(*(x for x in tree_leaves(given) if isinstance(x, torch.Tensor)))
+    def metered(self: HeadExchange, *arguments: object, **options: object) -> object:
+        meters[get_ident()] = meter = Meter(*(x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)))
         with meter:
-            result = real(self, *given, **more)
-        found["most"].append(meter.peak / ONE)
+            result = real(self, *arguments, **options)
+        units["most"].append(meter.peak / ONE)
         return result
 
     def all_to_all(sent: torch.Tensor, _to: object, sizes: list[int], *_: object, kind: str) -> tuple:
         if get_ident() in meters:
-            found[kind].append(meters[get_ident()].alive() / ONE)
+            units[kind].append(meters[get_ident()].alive() / ONE)
         return sent.new_zeros(sum(sizes)), Pending([], [sent])
 
     with mock.patch.object(HeadExchange, direction, metered), mock.patch.object(ulysses, "all_to_all", all_to_all):
         run_ranks(2, attended, kv_heads, query_heads)
-    return found
+    return units
 
 
 def test_exchanged_tensors_are_freed_after_their_use() -> None:
-    """When a message is sent, nothing but it is alive. What is sent and what is received are alive together."""
+    """While a message is sent, only the message is alive. A message and the received tensor are alive together."""
     lse = 1 / HEAD_DIM
-    found = of_messages("forward")
-    assert (found["qkv"], found["out"]) == ([3, 3], [1 + lse, 1 + lse])
-    assert max(found["most"]) < 6.1
-    found = of_messages("backward")
-    assert (found["qkv_dout"], found["dqkv"]) == ([5 + lse, 5 + lse], [3, 3])
-    assert max(found["most"]) < 11.1  # and one copy of the kernel
+    units = message_memory("forward")
+    assert (units["qkv"], units["out"]) == ([3, 3], [1 + lse, 1 + lse])
+    assert max(units["most"]) < 6.1
+    units = message_memory("backward")
+    assert (units["qkv_dout"], units["dqkv"]) == ([5 + lse, 5 + lse], [3, 3])
+    assert max(units["most"]) < 11.1  # and one copy of the kernel
 
 
 def test_passes_of_query_heads_take_less_memory() -> None:
-    """Two key/value heads on two ranks: four query heads share the one of a rank."""
-    whole, passes = (of_messages("backward", kv_heads=2, query_heads=queries)["most"] for queries in (0, 1))
+    """Two ranks have one key/value head each; four query heads share it."""
+    whole, passes = (message_memory("backward", kv_heads=2, query_heads=queries)["most"] for queries in (0, 1))
     assert max(passes) < 0.85 * min(whole)
 
 

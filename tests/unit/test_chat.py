@@ -1,4 +1,4 @@
-"""Laws of conversations: texts and tokens equal those of transformers, and answers have labels."""
+"""Laws of conversations: texts and tokens equal transformers', and answers have labels."""
 
 import json
 from pathlib import Path
@@ -42,12 +42,12 @@ def test_text_and_tokens_are_those_of_transformers(name, folders):
     lines += [{"messages": [{"role": "system", "content": " be brief "}, *TURNS]}] if name != "instruct" else []
     lines += [{"messages": TURNS, "tools": [{"name": "é<"}]}]
     for line in lines:
-        found = read(line)
-        given = {"tools": line.get("tools"), "date_string": "26 Jul 2024"}  # a template has no clock here
-        wanted = theirs.apply_chat_template(line["messages"], tokenize=False, **given)
-        assert template.render(found)[0] == wanted
-        ids = theirs.apply_chat_template(line["messages"], return_dict=False, **given)
-        assert sampled(ours, (found)).tokens.tolist() == ids
+        messages = read(line)
+        options = {"tools": line.get("tools"), "date_string": "26 Jul 2024"}  # a template has no clock here
+        wanted = theirs.apply_chat_template(line["messages"], tokenize=False, **options)
+        assert template.render(messages)[0] == wanted
+        ids = theirs.apply_chat_template(line["messages"], return_dict=False, **options)
+        assert sampled(ours, (messages)).tokens.tolist() == ids
 
 
 def test_marked_answers_are_those_of_transformers(folders):
@@ -123,7 +123,7 @@ def test_calls_are_learnt_as_transformers_writes_them(folders):
 
 
 def test_openais_format_is_the_same_conversation(folders):
-    """Arguments are a string of JSON, and the content beside a call is null or missing."""
+    """Arguments are a string of JSON, and the content of a message with a call is null or missing."""
     arguments = json.dumps(CALL["function"]["arguments"], ensure_ascii=False)
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
     wanted = sampled(encoder(folders["calls"]), (read({"messages": CALLING})))
@@ -225,7 +225,7 @@ LAST = (
 
 def test_answers_are_found_where_a_system_message_moves_with_the_last_user(tmp_path):
     folder = chat_folder(tmp_path / "last", LAST)
-    found = read({"messages": [{"role": "system", "content": "be lazy"}, *TURNS]})
-    text, spans = find_template(str(folder), None).render(found)
+    messages = read({"messages": [{"role": "system", "content": "be lazy"}, *TURNS]})
+    text, spans = find_template(str(folder), None).render(messages)
     assert text.index("be lazy") > text.index("five"), "a prompt before the first answer is written otherwise"
     assert [text[start:stop] for start, stop in spans] == [" five<|eos|>", " yes, the quick fox\n<|eos|>"]

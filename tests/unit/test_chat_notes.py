@@ -19,8 +19,8 @@ TWO_ANSWERS = [user("Q1?"), answer("R1.", reasoning="idea1"), user("Q2?"), answe
 
 
 def notes(chosen: ChatTemplate, line: dict) -> dict[str, int]:
-    found = read(line)
-    return chosen.notes(found, *chosen.render(found))
+    messages = read(line)
+    return chosen.notes(messages, *chosen.render(messages))
 
 
 def qwen3(**chat: str) -> ChatTemplate:

@@ -1,6 +1,6 @@
 """Law of prompts: a model is asked by the text that training writes for the same messages, whatever form they have.
 
-The templates are those that TRL ships; the forms are those of OpenAI's clients.
+The templates come with TRL; OpenAI's clients write the forms.
 """
 
 import json
@@ -54,13 +54,13 @@ def as_sent(message: dict) -> dict:
 def test_a_prompt_is_what_training_writes_before_the_answer(name, tokenizer):
     talk = Talk(tokenizer, template(name), (), frozenset())
     for kind, messages in CONVERSATIONS.items():
-        more = {"tools": [TOOL]} if "call" in kind else {}
+        tools = {"tools": [TOOL]} if "call" in kind else {}
         prompts = []
-        for given in (messages, [as_sent(message) for message in messages]):
+        for sent in (messages, [as_sent(message) for message in messages]):
             learned = text_or_refusal(
-                lambda m=given, b=more: template(name).render(read({"messages": [*m, LAST]} | b))[0]
+                lambda m=sent, b=tools: template(name).render(read({"messages": [*m, LAST]} | b))[0]
             )
-            asked = text_or_refusal(lambda m=given, b=more: tokenizer.decode(talk.prompt(m, b)))
+            asked = text_or_refusal(lambda m=sent, b=tools: tokenizer.decode(talk.prompt(m, b)))
             assert bool(learned) == bool(asked), (kind, "both or none")
             opening = next((opening for opening in OPENINGS if asked.endswith(opening)), "")
             assert learned.startswith((asked, asked.removesuffix(opening))), kind
@@ -87,8 +87,8 @@ def test_generate_and_a_request_ask_with_the_same_tokens(tmp_path: Path):
 
     folder = saved_model(tmp_path)
     args, job = checked([str(folder), "--chat", "--prompt", "two and three?"])
-    _, (of_generate,), _ = to_write(args, job.config, open_tokenizer(str(folder)))
-    assert of_generate == Talk.of(job.config).prompt([as_sent(user("two and three?"))])
+    _, (prompt,), _ = to_write(args, job.config, open_tokenizer(str(folder)))
+    assert prompt == Talk.of(job.config).prompt([as_sent(user("two and three?"))])
 
 
 def test_an_object_that_a_template_would_write_as_python_does_is_written_as_json():

@@ -1,4 +1,4 @@
-"""Laws of what chat data may not be: templates and lines that cannot be right are told, each in one sentence."""
+"""Laws of refused chat data: each wrong template or line is refused in one sentence."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def without(condition: str) -> str:
         (CHATML, CALLING, "the call of 'add' in message 2"),
         (CALLS.replace("call.function.arguments | tojson", "'{}'"), CALLING, "the call of 'add' in message 2"),
         (without("message.role == 'tool'"), CALLING, "the content of message 3 (tool)"),
-        # A short content is not found in the place of an earlier message.
+        # A short content does not match the text of an earlier message.
         (
             without("loop.last"),
             [*TURNS[:3], {"role": "assistant", "content": "a"}],
@@ -44,8 +44,8 @@ def without(condition: str) -> str:
     ],
 )
 def test_a_message_that_the_template_leaves_out_is_refused(template, messages, missing):
-    found = read({"messages": messages}, "b.jsonl, line 7")
-    assert refusal(ChatTemplate(template, "my.jinja", SPECIAL).render, found) == (
+    conversation = read({"messages": messages}, "b.jsonl, line 7")
+    assert refusal(ChatTemplate(template, "my.jinja", SPECIAL).render, conversation) == (
         f"b.jsonl, line 7: the chat template my.jinja does not write {missing}; use the template of a model that has "
         "it, or leave the line out"
     )
@@ -57,12 +57,12 @@ def test_a_message_that_the_template_leaves_out_is_refused(template, messages, m
 def test_a_file_goes_before_the_configuration_and_a_key_before_both(tmp_path):
     folder = chat_folder(tmp_path / "model", CHATML)
     texts = []
-    found = read({"messages": TURNS[:2]})
-    texts.append(find_template(str(folder), None).render(found)[0])
+    conversation = read({"messages": TURNS[:2]})
+    texts.append(find_template(str(folder), None).render(conversation)[0])
     (folder / "chat_template.jinja").write_text(INSTRUCT)
-    texts.append(find_template(str(folder / "tokenizer.json"), None).render(found)[0])
+    texts.append(find_template(str(folder / "tokenizer.json"), None).render(conversation)[0])
     (tmp_path / "mine.jinja").write_text(LLAMA3)
-    texts.append(find_template(str(folder), str(tmp_path / "mine.jinja")).render(found)[0])
+    texts.append(find_template(str(folder), str(tmp_path / "mine.jinja")).render(conversation)[0])
     assert [text[:9] for text in texts] == ["<|head|>u", "<|begin|>", "<|begin|>"]
     assert texts[1] != texts[2]
     assert find_template(str(folder), "none") is None
@@ -70,7 +70,7 @@ def test_a_file_goes_before_the_configuration_and_a_key_before_both(tmp_path):
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]
     config = json.dumps({"chat_template": several, "bos_token": {"content": "<|begin|>"}})
     (tmp_path / "bare" / "tokenizer_config.json").write_text(config)
-    assert find_template(str(tmp_path / "bare"), None).render(found)[0] == texts[0]
+    assert find_template(str(tmp_path / "bare"), None).render(conversation)[0] == texts[0]
 
 
 def test_a_template_that_is_not_there_or_no_template_is_refused(tmp_path):
@@ -146,5 +146,5 @@ def test_messages_without_a_template_say_what_to_do(folders):
 
 
 def test_a_lone_surrogate_in_a_conversation_becomes_the_replacement_character() -> None:
-    found = read(b'{"prompt": "a\\ud800b", "answer": "\\uD83D\\uDE00"}')
-    assert (found["prompt"], found["answer"]) == ("a\ufffdb", "\U0001f600")
+    record = read(b'{"prompt": "a\\ud800b", "answer": "\\uD83D\\uDE00"}')
+    assert (record["prompt"], record["answer"]) == ("a\ufffdb", "\U0001f600")

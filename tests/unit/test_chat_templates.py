@@ -1,6 +1,6 @@
-"""Law of published chat templates: tokens are those of transformers, and labels lie on answers and their ends.
+"""Law of published chat templates: tokens equal transformers', and labels lie on answers and their ends.
 
-The templates are those that TRL ships. Its `_training` twins mark the answers by {% generation %}, written by hand.
+The templates come with TRL. Its `_training` twins mark the answers by {% generation %}, written by hand.
 """
 
 import json
@@ -93,11 +93,11 @@ def test_tokens_are_those_of_transformers_and_labels_those_of_answers(name, toke
     theirs, ours = tokenizers
     encoder = ConversationEncoder(ours, template(name))
     for conversation in CONVERSATIONS:
-        found = read(line(conversation))
+        messages = read(line(conversation))
         if may_be_refused(name, conversation):
-            refusal(encoder.encode, found)
+            refusal(encoder.encode, messages)
             continue
-        sample = sample_of(encoder.encode(found))
+        sample = sample_of(encoder.encode(messages))
         wanted = their_tokens(theirs, PUBLISHED[name], line(conversation))
         if name in WITHOUT_END:  # the last answer has the end that earlier ones have
             assert ours.decode(sample.tokens.tolist()[-1:]) == "<|user|>"
@@ -106,23 +106,23 @@ def test_tokens_are_those_of_transformers_and_labels_those_of_answers(name, toke
         learnt = ours.decode(sample.labels[sample.labels != IGNORE_INDEX].tolist())
         check_learnt(learnt, CONVERSATIONS[conversation], conversation)
         if "endgeneration" not in PUBLISHED[name]:
-            text, spans = template(name).render(found)
+            text, spans = template(name).render(messages)
             ends = [text[stop - 1] for _, stop in spans]
             assert not any(map(str.isspace, ends)), "white space behind an end is the template's"
 
 
-def their_tokens(theirs, source: str, given: dict) -> list[int]:
+def their_tokens(theirs, source: str, request: dict) -> list[int]:
     """DeepSeek's templates take arguments as JSON."""
     try:
         return theirs.apply_chat_template(
-            given["messages"], tools=given.get("tools"), chat_template=source, return_dict=False
+            request["messages"], tools=request.get("tools"), chat_template=source, return_dict=False
         )
     except TypeError:
-        changed = json.loads(json.dumps(given["messages"]))
+        changed = json.loads(json.dumps(request["messages"]))
         for message in changed:
             for call in message.get("tool_calls", ()):
                 call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        return theirs.apply_chat_template(changed, tools=given.get("tools"), chat_template=source, return_dict=False)
+        return theirs.apply_chat_template(changed, tools=request.get("tools"), chat_template=source, return_dict=False)
 
 
 def check_learnt(learnt: str, messages: list[dict], conversation: str) -> None:
@@ -135,7 +135,7 @@ def check_learnt(learnt: str, messages: list[dict], conversation: str) -> None:
         words += [call["function"]["arguments"]["city"] for call in message.get("tool_calls", ())]
         places = [learnt.find(word, place) for word in words]
         assert min(places) >= 0, (conversation, words, learnt)
-        place = max(found + len(word) for found, word in zip(places, words, strict=True))
+        place = max(start + len(word) for start, word in zip(places, words, strict=True))
     others = [message["content"].strip() for message in messages if message["role"] != "assistant"]
     if conversation not in ("short", "injected"):
         assert not [word for word in others if word in learnt], (conversation, learnt)
@@ -166,7 +166,7 @@ def test_every_answer_that_is_learned_ends_in_a_special_token(name, tokenizers):
 
 
 # ruff: noqa: RUF001 - DeepSeek's names have a wide bar
-# What TRL's marks have beside an answer: parts of the prompt, and white space or a second token behind its end.
+# Texts that TRL marks in addition to an answer: parts of the prompt, and white space or a second token after its end.
 BESIDE = re.compile(
     r"\s*|<｜Assistant｜>\s*|<｜tool▁outputs▁end｜>|<\|start\|>assistant|(<think>\s*(</think>)?\s*)?|\s*<\|eos\|>"
 )
@@ -176,27 +176,27 @@ BESIDE = re.compile(
 def test_answers_are_those_that_are_marked_by_hand(name):
     plain, marked, compared = template(name), template(f"{name}_training"), 0
     for conversation in CONVERSATIONS:
-        found = read(line(conversation))
+        messages = read(line(conversation))
         try:
-            (text, ours), (other, theirs) = plain.render(found), marked.render(found)
+            (text, ours), (other, theirs) = plain.render(messages), marked.render(messages)
         except ConfigError:
             continue
         if text != other:  # a twin writes earlier answers as the last one
             continue
         compared += 1
-        mine, marks = (covered(spans, len(text)) for spans in (ours, theirs))
-        for start, stop in runs([not a and b for a, b in zip(mine, marks, strict=True)]):
+        learnt, marks = (covered(spans, len(text)) for spans in (ours, theirs))
+        for start, stop in runs([not a and b for a, b in zip(learnt, marks, strict=True)]):
             assert BESIDE.fullmatch(text[start:stop]), (conversation, text[start:stop])
-        for start, stop in runs([a and not b for a, b in zip(mine, marks, strict=True)]):
+        for start, stop in runs([a and not b for a, b in zip(learnt, marks, strict=True)]):
             assert text[start:stop] in ("<|tool_response>",), (conversation, text[start:stop])
     assert compared or name in OF_IMAGES | {"glm4moe"}
 
 
 def covered(spans: list[tuple[int, int]], length: int) -> list[bool]:
-    found = [False] * length
+    is_covered = [False] * length
     for start, stop in spans:
-        found[start:stop] = [True] * (stop - start)
-    return found
+        is_covered[start:stop] = [True] * (stop - start)
+    return is_covered
 
 
 def runs(marks: list[bool]) -> list[tuple[int, int]]:

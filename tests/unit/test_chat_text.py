@@ -65,7 +65,7 @@ def test_names_of_special_tokens_are_text_in_plain_text_and_tokens_in_rendered_t
 
 
 def test_llama_3_in_both_formats(tmp_path):
-    """A file of ranks has no settings beside it: begin and end are those of the format."""
+    """A file of ranks comes without settings, so the format defines begin and end."""
     (tmp_path / "t.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}")
     tokenizer = open_tokenizer()
     ends = {"bos_token": "<|begin_of_text|>"}

@@ -20,7 +20,7 @@ _DEGREES = (
     *("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel"),
 )
 _REFUSED = re.compile(r"is not the .* of the checkpoint [^,;]*(, whose [^;]*)?; resume with ")
-# What changes -> settings, each of which is tried alone, on so many ranks.
+# Kind of change -> settings, each tried alone, and the number of ranks.
 CHANGES: dict[str, tuple[tuple[tuple[str, ...], ...], int]] = {
     "number of ranks": (((),), 8),
     "every degree of parallelism": (tuple((f"--parallelism.{name}_degree=2",) for name in _DEGREES), 2),
@@ -102,15 +102,15 @@ def outcome(tmp_path: Path, settings: tuple[tuple[str, ...], ...], ranks: int) -
 def table(tmp_path: Path) -> str:
     save(tmp_path / "checkpoint", 4)
     rows = ["| what changes | may it change? |", "|---|---|"]
-    rows += [f"| {what} | {outcome(tmp_path, *change)} |" for what, change in CHANGES.items()]
+    rows += [f"| {name} | {outcome(tmp_path, *change)} |" for name, change in CHANGES.items()]
     return "\n".join(rows)
 
 
 def test_the_page_says_what_may_change(table: str) -> None:
     layouts = f"Each of {', '.join(LAYOUTS)} loads what each other has saved: {len(PAIRS)} pairs."
     begin, end = (PAGE.read_text().index(marker) for marker in (BEGIN, END))
-    found = PAGE.read_text()[begin + len(BEGIN) : end].strip()
-    assert found == f"{table}\n\n{layouts}", f"the page should have\n\n{table}\n\n{layouts}"
+    content = PAGE.read_text()[begin + len(BEGIN) : end].strip()
+    assert content == f"{table}\n\n{layouts}", f"the page should have\n\n{table}\n\n{layouts}"
 
 
 def test_both_answers_stand_in_the_table(table: str) -> None:

@@ -1,4 +1,4 @@
-"""What is read from a checkpoint runs no code, and a wrong bit is found."""
+"""Reading a checkpoint runs no code from it, and finds a wrong bit."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""The checkpoint folder as files: what counts as a checkpoint, what is refused, what is removed; all without torch."""
+"""The checkpoint folder as files: which entries are checkpoints, refused or removed; all without torch."""
 
 import json
 import subprocess
@@ -88,12 +88,12 @@ def test_foreign_files_neither_crash_nor_count_nor_go(tmp_path: Path):
         assert LocalStore(tmp_path).steps() == list(range(max(1, step - 1), step + 1))
         LocalStore(tmp_path).remove_unfinished()
     assert LocalStore(tmp_path).steps() == [4, 5]
-    mine = {
+    own_files = {
         path
         for step in (4, 5)
         for path in (LocalStore(tmp_path).step(step), *LocalStore(tmp_path).step(step).iterdir())
     }
-    assert sorted(set(tmp_path.rglob("*")) - mine) == others
+    assert sorted(set(tmp_path.rglob("*")) - own_files) == others
 
 
 def test_a_name_that_is_taken_is_moved_aside(tmp_path: Path):
@@ -147,7 +147,7 @@ def test_retention_counts_up_to_the_one_just_written(tmp_path: Path):
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_every_nth_step_stays(tmp_path: Path, k: int):
-    """Beside the best and the last k; the one just written is never removed."""
+    """So do the best and the last k; the checkpoint just written is never removed."""
     for step in range(1, 12):
         save(tmp_path, step)
         mark_best(LocalStore(tmp_path), step, 0.5 if step == 2 else None)
@@ -218,7 +218,7 @@ DAMAGE = {
     "state binary": (lambda path: (path / "state.json").write_bytes(b"\xff\xfe\x00"), "codec"),
     "state deep": (lambda path: (path / "state.json").write_text("[" * 100_000), "recursion"),
     "another format": (changed(format=2), "another version"),
-    "a key too many": (changed(more=1), "more"),
+    "a key too many": (changed(surplus=1), "surplus"),
     "another step": (changed(step=9), "another step"),
     "streams of another kind": (changed(streams=[1]), "cannot be read"),
     "a position that is none": (changed(streams={"0": {"epoch": "x"}}), "cannot be read"),

@@ -23,7 +23,10 @@ EAGER = resolve_compilation(
 
 
 def problem(rows: int, length: int, dtype: torch.dtype, *, missing: float = 0.3) -> tuple[torch.Tensor, ...]:
-    """Hidden states, weight, labels of which a share is missing, and a cotangent for each token."""
+    """Return hidden states, weight, labels and cotangents of tokens.
+
+    missing: share of the tokens without a label.
+    """
     generator = torch.Generator().manual_seed(length)
     hidden = torch.randn(rows, length, DIM, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(VOCAB, DIM, generator=generator, dtype=dtype, requires_grad=True)
@@ -52,9 +55,9 @@ def test_losses_and_gradients_are_those_of_the_dense_loss(tokens: int, dtype: to
     assert losses.dtype == wanted.dtype == cotangent.dtype
     assert relative(losses, wanted) < max(tolerance * 1e-3, 1e-12 if dtype == torch.float64 else 1e-6)
     got = torch.autograd.grad(losses, (hidden, weight), cotangent)
-    for mine, theirs in zip(got, torch.autograd.grad(wanted, (hidden, weight), cotangent), strict=True):
-        assert mine.dtype == theirs.dtype
-        assert relative(mine, theirs) < tolerance
+    for gradient, expected in zip(got, torch.autograd.grad(wanted, (hidden, weight), cotangent), strict=True):
+        assert gradient.dtype == expected.dtype
+        assert relative(gradient, expected) < tolerance
 
 
 @pytest.mark.parametrize("in_forward", [True, False])
@@ -67,8 +70,8 @@ def test_capped_logits_have_the_loss_and_gradients_of_autograd(in_forward: bool)
     assert relative(losses, wanted) < 1e-12
     assert relative(losses, dense(hidden, weight, labels)) > 0.01
     leaves = hidden, output.weight
-    for mine, theirs in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (losses, wanted)), strict=True):
-        assert relative(mine, theirs) < 1e-12
+    for gradient, expected in zip(*(torch.autograd.grad(x.sum(), leaves) for x in (losses, wanted)), strict=True):
+        assert relative(gradient, expected) < 1e-12
 
 
 @pytest.mark.parametrize("in_forward", [True, False, None])
@@ -86,8 +89,8 @@ def test_gradients_of_the_z_loss_are_those_of_autograd(in_forward: bool | None, 
         chunks = Chunks(7, in_forward=in_forward, softcap=softcap, z_loss=0.3)
         losses = chunked_token_losses(hidden, weight, labels, chunks)
     assert relative(losses, plain) < 1e-12
-    for mine, theirs in zip(torch.autograd.grad(losses.sum(), (hidden, weight)), wanted, strict=True):
-        assert relative(mine, theirs) < 1e-12
+    for gradient, expected in zip(torch.autograd.grad(losses.sum(), (hidden, weight)), wanted, strict=True):
+        assert relative(gradient, expected) < 1e-12
 
 
 @pytest.mark.slow
@@ -113,8 +116,8 @@ def test_the_gradient_of_the_weight_is_rounded_once(in_forward: bool) -> None:
     hidden, weight, labels, _ = problem(1, 512, torch.bfloat16)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def noted(h: torch.Tensor, *rest: torch.Tensor | int) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        result = (chunk_at_once if in_forward else chunk_gradient)(h, *rest)
+    def noted(h: torch.Tensor, *arguments: torch.Tensor | int) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        result = (chunk_at_once if in_forward else chunk_gradient)(h, *arguments)
         seen.append(((result[-1] if in_forward else result).double(), h.detach().double()))
         return result
 
@@ -250,8 +253,8 @@ def test_a_gpu_multiplies_matrices_of_the_type_of_the_model(
         got = torch.autograd.grad(losses.sum(), (hidden, weight))
     assert products.types == [(torch.bfloat16, torch.bfloat16)] * (4 * number)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    for mine, theirs in zip(got, torch.autograd.grad(dense(*exact, labels).sum(), exact), strict=True):
-        assert relative(mine, theirs) < 1e-2
+    for gradient, expected in zip(got, torch.autograd.grad(dense(*exact, labels).sum(), exact), strict=True):
+        assert relative(gradient, expected) < 1e-2
 
 
 @pytest.mark.parametrize("missing", [0.0, 1.0])

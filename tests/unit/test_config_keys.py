@@ -141,7 +141,7 @@ def test_conditions_name_keys_that_exist() -> None:
 
 
 def test_equal_conditions_are_one() -> None:
-    """Keys that lack the same condition are told in one line, whatever their tables."""
+    """Keys that lack the same condition are reported in one line, whatever their tables."""
     for make, words in ((needs, ("a.b",)), (needs_value, ("a.b", "x")), (unless, ("a.b", "x"))):
         assert make(*words) is make(*words)
     assert needs("a.b") != needs("a.b", remedy="leave it out")

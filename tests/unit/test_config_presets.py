@@ -1,4 +1,4 @@
-"""Presets by name, what a missing file is told with, and the note for sequences longer than those of the file."""
+"""Presets by name, the error for a missing file, and the note for longer sequences than the file has."""
 
 from pathlib import Path
 
@@ -62,14 +62,14 @@ def test_a_missing_file_is_told_with_near_files_and_presets_only(name: str, hint
     assert str(error.value).startswith(f"job.config_file = {name!r} does not exist; {hint}")
 
 
-# ---- a longer sequence than that of the file
+# ---- a longer sequence than in the file
 
 BATCH = "[training]\nseq_len = 8192\nglobal_batch_size = 128\nlocal_batch_size = 1\n"
 NO_LENGTH = "[training]\nglobal_batch_size = 16\n"
 
 
 @pytest.mark.parametrize(
-    ("file", "argv", "told"),
+    ("file", "argv", "note"),
     [
         (BATCH, ["--training.seq_len=131072"], "16.8 million tokens, 16 times what {}; lower {} to 8 to keep it"),
         (BATCH, ["--training.seq_len=12288"], "1.6 million tokens, 1.5 times what {}; lower {} to 85 to keep it"),
@@ -92,8 +92,8 @@ NO_LENGTH = "[training]\nglobal_batch_size = 16\n"
         (BATCH, [], ""),
     ],
 )
-def test_a_step_that_grows_with_the_sequence_is_told(file: str, argv: list[str], told: str, toml):
+def test_a_step_that_grows_with_the_sequence_is_told(file: str, argv: list[str], note: str, toml):
     path = toml(file)
     notes = parse_command_line(["--job.config_file", path, *argv]).notes
-    assert len(notes) == bool(told)
-    assert told.format(f"{path} asks for", "training.global_batch_size") in "".join(notes)
+    assert len(notes) == bool(note)
+    assert note.format(f"{path} asks for", "training.global_batch_size") in "".join(notes)

@@ -108,17 +108,17 @@ def test_a_file_means_here_what_it_means_there(path: Path, tmp_path, monkeypatch
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_word_that_changes_is_in_a_note(path: Path):
     command = read(path)
-    given = list(flat(tomllib.loads(path.read_text())))
-    moved = [key for key in given if key in OLDER]
+    keys = list(flat(tomllib.loads(path.read_text())))
+    moved = [key for key in keys if key in OLDER]
     assert len([note for note in command.notes if "is an older spelling" in note]) == len(moved)
     for key in moved:
         assert any(note.startswith(f"{key} = ") and OLDER[key].key in note for note in command.notes)
     ignored = [note for note in command.notes if note.startswith("ignored (in ")]
     assert len(ignored) == 1  # one line for all of them
-    for key in given:
+    for key in keys:
         is_replaced = any(note.startswith(f"{key} = true") and "has no counterpart" in note for note in command.notes)
         assert (f"{key} = " in ignored[0]) == (key in ABSENT and not is_replaced)
-    assert set(given) <= set(OLDER) | set(ABSENT) | set(keys_of(JobConfig))
+    assert set(keys) <= set(OLDER) | set(ABSENT) | set(keys_of(JobConfig))
 
 
 def flat(tables: dict, prefix: str = "") -> list[str]:

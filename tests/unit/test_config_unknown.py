@@ -106,9 +106,9 @@ def refused(*argv: str) -> str:
 
 @pytest.mark.parametrize("typo", TYPOS)
 def test_a_typo_is_told_with_the_key_that_was_meant(typo: str):
-    given = [f"--{typo}", "3"]
-    message, meant = refused(*given), " or ".join(map(repr, TYPOS[typo].split()))
-    assert message == f"{' '.join(given)} (on the command line) is not a known key; did you mean {meant}?"
+    arguments = [f"--{typo}", "3"]
+    message, meant = refused(*arguments), " or ".join(map(repr, TYPOS[typo].split()))
+    assert message == f"{' '.join(arguments)} (on the command line) is not a known key; did you mean {meant}?"
 
 
 @pytest.mark.parametrize(("table", "word"), [(table, word) for table in UNRELATED for word in UNRELATED[table].split()])

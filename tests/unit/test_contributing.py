@@ -70,8 +70,8 @@ def files(_: DataSettings, paths: list[str], __: int) -> list[Part]:
 
 def sections(_: DataSettings, part: Part) -> Iterator[str]:
     """The sections of a Markdown file, each a document."""
-    found = re.split(r"^#", Path(part.files[0]).read_text(), flags=re.MULTILINE)
-    return filter(None, found)
+    parts = re.split(r"^#", Path(part.files[0]).read_text(), flags=re.MULTILINE)
+    return filter(None, parts)
 
 
 @pytest.fixture
@@ -119,9 +119,9 @@ def test_methods_of_context_parallelism_are_the_words_of_their_key() -> None:
 
 def test_schedules_are_the_words_of_their_key_and_those_of_torch() -> None:
     words = get_args(get_type_hints(Parallelism)["pipeline_parallel_schedule"])
-    of_torch = {name.removeprefix("Schedule") for name in torch_schedules.__all__ if name.startswith("Schedule")}
+    torch_names = {name.removeprefix("Schedule") for name in torch_schedules.__all__ if name.startswith("Schedule")}
     kinds = {"PipelineScheduleSingle", "PipelineScheduleMulti"}  # of a custom schedule, from a file
-    assert set(words) - kinds == SCHEDULES.keys() == of_torch
+    assert set(words) - kinds == SCHEDULES.keys() == torch_names
     for name in SCHEDULES:
         arguments = ["--parallelism.pipeline_parallel_degree=2", f"--parallelism.pipeline_parallel_schedule={name}"]
         plan = resolve(parse_command_line(arguments).config, 2).pipeline
@@ -129,7 +129,7 @@ def test_schedules_are_the_words_of_their_key_and_those_of_torch() -> None:
 
 
 def test_the_readme_counts_the_lines_of_the_package() -> None:
-    given = re.search(r"about\s+([\d,]+)\s+lines", (ROOT / "README.md").read_text())[1]
+    written = re.search(r"about\s+([\d,]+)\s+lines", (ROOT / "README.md").read_text())[1]
     paths = [*(ROOT / "longshard").rglob("*.py"), *(ROOT / "trainer").rglob("*.py")]
     lines = sum(len(path.read_text().splitlines()) for path in paths)
-    assert lines == pytest.approx(int(given.replace(",", "")), rel=0.03)
+    assert lines == pytest.approx(int(written.replace(",", "")), rel=0.03)

@@ -64,8 +64,8 @@ def test_commands_of_a_conversation(talk):
 
 def test_a_prompt_of_generate_beyond_the_window_is_refused(tmp_path: Path):
     folder = saved_model(tmp_path)
-    for more in ([], ["--chat"]):
-        args, job = generate.checked([str(folder), "--prompt", "five " * 600, *more])
+    for options in ([], ["--chat"]):
+        args, job = generate.checked([str(folder), "--prompt", "five " * 600, *options])
         with pytest.raises(ConfigError, match=r"the prompt has \d+ tokens, and the model takes 1 to 511"):
             generate.to_write(args, job.config, open_tokenizer(str(folder)))
 

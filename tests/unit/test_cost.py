@@ -187,7 +187,7 @@ def test_two_ranks_need_one_buffer_and_one_rank_none():
 
 @pytest.mark.parametrize(("heads_per_pass", "alive"), [(0, 4), (1, 2), (2, 4), (3, 4)])
 def test_all_gather_needs_memory_for_the_heads_of_two_passes(heads_per_pass: int, alive: int):
-    """What all ranks sent, and of it what is seen: all but the rank's own."""
+    """A rank holds the rows of all ranks, and a copy of the rows it sees from other ranks."""
     degree, shard = 4, 32
     layout, shape = contiguous(degree * shard, degree), AttentionShape(1, 8, 4, 16, 2)
     row = 2 * 16 * 2
@@ -224,7 +224,7 @@ def test_all_to_all_sends_the_known_formula(degree: int):
         assert cost.bytes_sent == {"qkv_dout": there * moved, "dqkv": back * moved}
 
 
-def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tuple[int, int], names: str) -> int:
+def pieces(lengths: tuple[int, int], shape: AttentionShape, width: int, heads: tuple[int, int], names: str) -> int:
     """Bytes of one piece, each row of each tensor aligned.
 
     mine: rows of queries and of keys; heads: how many of them are sent. names: q and k in their own type, L for a
@@ -233,7 +233,7 @@ def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tupl
     rows, wide = {"q": 0, "L": 0, "k": 1, "S": 1}, max(4, shape.itemsize)
     element = {"q": shape.head_dim * shape.itemsize, "k": shape.head_dim * shape.itemsize}
     element |= {"L": wide, "S": shape.head_dim * wide}
-    return sum(mine[rows[name]] * math.ceil(heads[rows[name]] * width * element[name] / 16) * 16 for name in names)
+    return sum(lengths[rows[name]] * math.ceil(heads[rows[name]] * width * element[name] / 16) * 16 for name in names)
 
 
 @given(
@@ -246,7 +246,7 @@ def pieces(mine: tuple[int, int], shape: AttentionShape, width: int, heads: tupl
 def test_exchanged_bytes_are_those_of_the_pieces(
     problem: Problem, method: str, direction: str, heads_per_pass: int, head_degree: int
 ):
-    """And between the two exchanges, those of the messages of a ring."""
+    """Between the two exchanges of `hybrid`, the messages of a ring count too."""
     layout, kv_layout, mask, shape = problem
     head_degree = layout.degree if method == "all_to_all" else math.gcd(head_degree, layout.degree)
     shape = AttentionShape(shape.batch, shape.heads * head_degree, shape.kv_heads, shape.head_dim, shape.itemsize)

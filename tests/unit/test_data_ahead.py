@@ -82,12 +82,12 @@ def test_an_error_waits_for_the_step_that_needs_the_batch() -> None:
 
 
 def test_a_record_has_the_position_of_the_batches_that_were_taken() -> None:
-    """A step is logged during a later one: its record has its own position, not that of batches made since."""
+    """A later step logs a step, so its record must have its own position, not the position of batches made since."""
     data = ahead()
     data.take()
     data.make()
-    given = {"due": lambda _step: True, "dims": {"cp": SimpleNamespace(size=lambda: 1)}, "data_seconds": 0.0}
-    metrics = SimpleNamespace(**given, _clock=DeviceClock(torch.device("cpu")))
+    settings = {"due": lambda _step: True, "dims": {"cp": SimpleNamespace(size=lambda: 1)}, "data_seconds": 0.0}
+    metrics = SimpleNamespace(**settings, _clock=DeviceClock(torch.device("cpu")))
     sums, counts = torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)
     record = MetricsLogger.record(metrics, 1, sums, counts, lr=0.1, data=data, late=True)
     assert record.positions == {0: {"place": 2}}

@@ -127,14 +127,14 @@ def test_a_folder_of_another_user_is_told(tmp_path: Path):
     (folder := tmp_path / "closed").mkdir(mode=0o700)
     (folder / "a.txt").write_text("a")
 
-    def told() -> str:
+    def message() -> str:
         os.setuid(65534)
         return refusal(check_source, "text", str(folder), 1)
 
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            os.write(writes, told().encode())
+            os.write(writes, message().encode())
         finally:
             os._exit(0)
     os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""Laws of columns: the one of that name is read, and a row that cannot be converted is a bad record."""
+"""Laws of columns: the named column is read, and a row that cannot be converted is a bad record."""
 
 from collections.abc import Iterator
 from pathlib import Path

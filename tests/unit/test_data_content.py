@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.unit.data_sources import given, write_jsonl
+from tests.unit.data_sources import data_settings, write_jsonl
 from trainer.data.sources import files
 from trainer.data.token_files.catalog import open_documents
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def hash_of(name, path, documents=None):
-    source = open_documents(given(name, path))
+    source = open_documents(data_settings(name, path))
     return source.fingerprint(len(source) if documents is None else documents)
 
 
@@ -35,11 +35,11 @@ def test_a_data_set_is_known_by_its_content(tmp_path, name):
     assert hash_of(name, write("b", "one", "two", "three")) == whole
     for i, others in enumerate([("one", "two", "thr33"), ("one", "two"), ("two", "one", "three"), ("one", "twothree")]):
         assert hash_of(name, write(f"c{i}", *others)) != whole
-    more = write("d", "one", "two", "three", "four")
-    assert hash_of(name, more) != whole
-    assert hash_of(name, more, n) == whole
+    longer = write("d", "one", "two", "three", "four")
+    assert hash_of(name, longer) != whole
+    assert hash_of(name, longer, n) == whole
     if name == "jsonl":
-        assert hash_of(name, more, n - 1) == 0  # within a file
+        assert hash_of(name, longer, n - 1) == 0  # within a file
 
 
 @pytest.mark.parametrize("name", ["text", "jsonl"])

@@ -68,7 +68,7 @@ class WithState(Plain):
             yield {"text": documents[self.next - 1]}
 
 
-def of_datasets(stream: int, streams: int) -> object:
+def datasets_stream(stream: int, streams: int) -> object:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": texts(stream, streams)}).to_iterable_dataset(num_shards=2)
     return rows.shuffle(seed=3, buffer_size=1, max_buffer_input_shards=1)
@@ -119,7 +119,7 @@ OPENED: dict[str, Callable[[int, int], object]] = {
     "stateful": WithState,
     "iterator": OfIterator,
     "sequence": texts,
-    "datasets": of_datasets,
+    "datasets": datasets_stream,
     "buffered": buffered,
 }
 
@@ -145,11 +145,14 @@ def loader(name: str, packing: str | None = None, *, r: int = 0, d: int = 1, n: 
 
 
 def read(loaders: list[BatchLoader], steps: int, first: int = 0) -> list[tuple]:
-    """What the ranks read in so many steps, in global order; first: the number of the first sample."""
-    of_ranks = [[tuple(b["tokens"][0].tolist()) for b in islice(iter(one), steps)] for one in loaders]
+    """Return the samples that the ranks read in some steps, in global order.
+
+    first: number of the first sample.
+    """
+    rows_of_ranks = [[tuple(b["tokens"][0].tolist()) for b in islice(iter(one), steps)] for one in loaders]
     return [
         sample
-        for step in zip(*of_ranks[first % len(loaders) :], *of_ranks[: first % len(loaders)], strict=True)
+        for step in zip(*rows_of_ranks[first % len(loaders) :], *rows_of_ranks[: first % len(loaders)], strict=True)
         for sample in step
     ]
 
@@ -171,11 +174,11 @@ def test_a_resumed_run_reads_the_rest_on_any_number_of_ranks(name: str, packing:
         first = [loader(name, packing, r=r, d=2) for r in range(2)]
         assert read(first, stop) == whole[: 2 * stop]
         for degree in (1, 4):
-            rest = [loader(name, packing, r=r, d=degree) for r in range(degree)]
-            for one in rest:
+            loaders = [loader(name, packing, r=r, d=degree) for r in range(degree)]
+            for one in loaders:
                 one.load_state_dict(merged(first))
             steps = (48 - 2 * stop) // degree
-            assert read(rest, steps, 2 * stop) == whole[2 * stop : 2 * stop + steps * degree], (stop, degree)
+            assert read(loaders, steps, 2 * stop) == whole[2 * stop : 2 * stop + steps * degree], (stop, degree)
 
 
 @pytest.mark.parametrize(("name", "packing"), [*CHAINS, *slow(*(case for case in ALL if case not in CHAINS))])
@@ -239,8 +242,8 @@ def test_one_that_keeps_its_state_makes_no_document_twice() -> None:
 
 def test_documents_are_texts_or_token_ids(package: ModuleType) -> None:
     ids = [5, 6, 7]
-    given = [ids, np.array(ids), {"text": ids}, Encoded(np.array(ids), np.array([False, False, True]))]
-    package.plain = lambda *_: given
+    documents = [ids, np.array(ids), {"text": ids}, Encoded(np.array(ids), np.array([False, False, True]))]
+    package.plain = lambda *_: documents
     (batch,) = islice(iter(loader("plain", "best_fit")), 1)
     assert batch["tokens"][0, :12].tolist() == ids * 4
     labels = batch["labels"][0, :12].tolist()
@@ -248,7 +251,7 @@ def test_documents_are_texts_or_token_ids(package: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("document", "sentence"),
     [
         ([3.5], "document 1, is of type float; give a text"),
         ([{"body": "x"}], "document 1, is of type dict"),
@@ -258,8 +261,8 @@ def test_documents_are_texts_or_token_ids(package: ModuleType) -> None:
         (7, "TypeError"),
     ],
 )
-def test_what_is_no_document_is_one_sentence(package: ModuleType, given: object, sentence: str) -> None:
-    package.plain = lambda *_: given
+def test_what_is_no_document_is_one_sentence(package: ModuleType, document: object, sentence: str) -> None:
+    package.plain = lambda *_: document
     with pytest.raises(ConfigError, match=sentence):
         next(iter(loader("plain")))
 

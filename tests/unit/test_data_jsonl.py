@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.unit.data_sources import check_source, given, refusal, texts, write_jsonl
+from tests.unit.data_sources import check_source, data_settings, refusal, texts, write_jsonl
 from trainer.data.sources.registry import all_documents
 from trainer.data.token_files.catalog import open_documents
 
@@ -113,21 +113,21 @@ def test_bad_records_are_left_out_in_their_places_and_counted(tmp_path, caplog):
 
 
 def test_token_files_without_bad_records_are_for_runs_that_stop_at_them(tmp_path, caplog):
-    """Of those that leave some out, a run that stops says why; both share what is made."""
+    """A run that stops at bad records refuses token files that a skipping run made, with the reason."""
     (file := tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfc"}\n')
-    assert "a.jsonl, line 2, must be" in refusal(open_documents, given("jsonl", file))
-    assert [len(open_documents(given("jsonl", file, skips=True))[i].ids) > 0 for i in range(2)] == [True, False]
+    assert "a.jsonl, line 2, must be" in refusal(open_documents, data_settings("jsonl", file))
+    assert [len(open_documents(data_settings("jsonl", file, skips=True))[i].ids) > 0 for i in range(2)] == [True, False]
     caplog.clear()
-    assert len(open_documents(given("jsonl", file, skips=True))) == 2
+    assert len(open_documents(data_settings("jsonl", file, skips=True))) == 2
     assert not caplog.records  # nothing is made again
-    assert "a.jsonl, line 2, must be" in refusal(open_documents, given("jsonl", file))
+    assert "a.jsonl, line 2, must be" in refusal(open_documents, data_settings("jsonl", file))
 
 
 def test_a_file_that_goes_away_is_no_bad_record(tmp_path):
-    """So many documents are gone with it that the run stops, whatever `on_bad_record` says."""
+    """A file holds many documents, so the run stops, whatever `on_bad_record` says."""
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
-    source = all_documents(given("text", tmp_path, skips=True))
+    source = all_documents(data_settings("text", tmp_path, skips=True))
     assert next(source) == "a"
     (tmp_path / "b.txt").unlink()
     assert "b.txt cannot be read (No such file or directory); copy it again" in refusal(next, source)

@@ -51,7 +51,7 @@ def rows(batches) -> list[tuple]:
 
 
 def read(loaders, steps) -> list[tuple]:
-    """What D ranks read in so many steps, in global order: i = r, r + D, ..."""
+    """Return the samples that D ranks read in some steps, in global order: i = r, r + D, ..."""
     per_rank = [rows(islice(iter(one), steps)) for one in loaders]
     return [sample for group in zip(*per_rank, strict=True) for sample in group]
 
@@ -229,7 +229,7 @@ def test_batches_own_resizable_memory_and_have_the_right_shape():
 
 
 def test_a_plan_is_made_with_its_batch():
-    """Masks and layouts are those of the batch's own documents; without a plan, batches are as they were."""
+    """A plan has masks and layouts for the batch's own documents; without a plan, batches are as they were."""
     options = ContextParallelOptions(load_balancer="balanced")
     planned = loader(b=3, seq_len=64, plan=partial(BatchPlan.of, degree=2, options=options))
     for batch, plain in zip(islice(iter(planned), 3), iter(loader(b=3, seq_len=64)), strict=False):
@@ -338,9 +338,9 @@ def test_the_number_of_streams_that_is_chosen_stays_with_the_run():
     for r in range(0, 40, 9):
         (one := loader(n=None, r=r, d=40)).load_state_dict(states)
         assert rows(islice(iter(one), 2)) == [everything[i] for i in range(7, 87) if i % 40 == r]
-    more = loader([*documents(), *"abc" * 400], n=None)  # would choose 64
-    more.load_state_dict(states)
-    assert rows(islice(iter(more), 80)) == everything[7:]
+    longer = loader([*documents(), *"abc" * 400], n=None)  # would choose 64
+    longer.load_state_dict(states)
+    assert rows(islice(iter(longer), 80)) == everything[7:]
 
 
 def test_states_of_other_data_are_refused():
@@ -390,11 +390,11 @@ def test_a_refused_state_changes_nothing():
 
 
 def test_sequences_are_numbered_through_the_run():
-    """On any number of ranks, and after a resume: the numbers are those of the global samples."""
+    """On any number of ranks, and after a resume, the numbers equal the numbers of the global samples."""
     one = loader(b=2, n=4)
     assert [batch["numbers"] for batch in islice(iter(one), 3)] == [[0, 1], [2, 3], [4, 5]]
     resumed = [loader(b=1, n=4, r=r, d=2) for r in range(2)]
     for rank in resumed:
         rank.load_state_dict(one.state_dict())
-    found = [[batch["numbers"] for batch in islice(iter(rank), 2)] for rank in resumed]
-    assert found == [[[6], [8]], [[7], [9]]]
+    numbers = [[batch["numbers"] for batch in islice(iter(rank), 2)] for rank in resumed]
+    assert numbers == [[[6], [8]], [[7], [9]]]

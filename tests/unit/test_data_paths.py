@@ -12,7 +12,7 @@ from trainer.data.sources.files import DataKeys, find_files
 ENDINGS = (".jsonl",)
 
 
-def found(path: str | Path) -> list[str]:
+def files_of(path: str | Path) -> list[str]:
     return find_files(str(path), ENDINGS, dataset="jsonl", others={}, keys=DataKeys())
 
 
@@ -44,18 +44,18 @@ def test_a_glob_finds_the_files_that_glob_finds(tree: Path, monkeypatch: pytest.
     for start in ("", f"{tree}/"):
         wanted = {file for file in glob.glob(start + pattern, recursive=True) if os.path.isfile(file)}
         assert wanted
-        assert found(start + pattern) == sorted(wanted)
+        assert files_of(start + pattern) == sorted(wanted)
 
 
 @pytest.mark.parametrize("path", ["", "**/*.jsonl", "**", "*/**/*.jsonl"])
 def test_links_in_circles_are_followed_once(tree: Path, path: str) -> None:
-    before = [os.path.realpath(file) for file in found(tree / path) if file.endswith(".jsonl")]
+    before = [os.path.realpath(file) for file in files_of(tree / path) if file.endswith(".jsonl")]
     for n in range(9):
         (tree / f"latest{n}").symlink_to(".")
         (tree / "b" / f"up{n}").symlink_to("..")
         (tree / "b" / "d" / f"beside{n}").symlink_to("../../b")
     (tree / "loop").symlink_to("loop")
-    after = [os.path.realpath(file) for file in found(tree / path) if file.endswith(".jsonl")]
+    after = [os.path.realpath(file) for file in files_of(tree / path) if file.endswith(".jsonl")]
     assert len(after) == len(set(after))
     assert set(before) <= set(after)
 
@@ -64,14 +64,14 @@ def test_a_file_with_two_names_is_read_once_and_a_line_says_so(tree: Path, caplo
     (tree / "again.jsonl").symlink_to("a.jsonl")
     (tree / "z").symlink_to("b")
     caplog.set_level(logging.INFO, "trainer")
-    assert found(tree / "*.jsonl") == [str(tree / "a.jsonl")]
+    assert files_of(tree / "*.jsonl") == [str(tree / "a.jsonl")]
     assert f"finds 1 files by a second name, such as {tree}/again.jsonl for {tree}/a.jsonl" in caplog.text
     below = [str(tree / name) for name in ("a.jsonl", "b/c.jsonl", "b/d/e.jsonl", "b/d/x/[1].jsonl")]
-    assert found(tree) == found(tree / "**" / "*.jsonl") == below
+    assert files_of(tree) == files_of(tree / "**" / "*.jsonl") == below
 
 
 def test_links_to_elsewhere_are_followed(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     (outside := tmp_path_factory.mktemp("outside") / "o.jsonl").write_text("{}\n")
     (tree / "b" / "out").symlink_to(outside.parent)
     for path in (tree, tree / "**" / "*.jsonl", tree / "b" / "o*" / "*.jsonl"):
-        assert f"{tree}/b/out/o.jsonl" in found(path)
+        assert f"{tree}/b/out/o.jsonl" in files_of(path)

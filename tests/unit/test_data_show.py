@@ -1,4 +1,4 @@
-"""Laws of `lct data show`: what is printed is what the run trains on, and the counts are those of the documents."""
+"""Laws of `lct data show`: it prints the samples that the run trains on, and counts the documents."""
 
 import re
 
@@ -67,19 +67,19 @@ def test_the_sequence_that_is_shown_is_the_one_that_is_trained_on(sample, job, c
 def test_counts_are_those_of_the_documents(job, capsys):
     data = open_text(settings_of(job))
     documents = [data.source[i] for i in range(len(data.source))]
-    (found,) = data.contents().values()
-    assert found.lengths.tolist() == [len(one.ids) for one in documents]
-    assert found.learned == sum(int(one.answers.sum()) for one in documents)
+    (content,) = data.contents().values()
+    assert content.lengths.tolist() == [len(one.ids) for one in documents]
+    assert content.learned == sum(int(one.answers.sum()) for one in documents)
     whole = np.mean([len(one.ids) <= SEQ_LEN for one in documents])
     assert 0 < whole < 1
-    assert found.whole(SEQ_LEN) == whole
-    line = summary({"": found}, SEQ_LEN)
-    assert line.startswith(f"{len(documents)} documents, {found.tokens:,} tokens, ")
+    assert content.whole(SEQ_LEN) == whole
+    line = summary({"": content}, SEQ_LEN)
+    assert line.startswith(f"{len(documents)} documents, {content.tokens:,} tokens, ")
     assert f"{whole:.1%} of the documents have at most 96 tokens" in line
     assert "\n" not in line
-    assert summary({"one": found, "two": found}, SEQ_LEN).splitlines()[-1].split()[:2] == [
+    assert summary({"one": content, "two": content}, SEQ_LEN).splitlines()[-1].split()[:2] == [
         "two",
-        f"{len(found.lengths)}",
+        f"{len(content.lengths)}",
     ]
     assert main(["show", *job]) == 0
     rows = capsys.readouterr().out.splitlines()
@@ -91,8 +91,8 @@ def test_texts_are_learned_but_for_their_first_token(tmp_path):
     for name, content in (("a.txt", "the quick fox"), ("b.txt", "adds two")):
         (tmp_path / name).write_text(content)
     data = open_text(DataSettings("text", str(tmp_path)))
-    (found,) = data.contents().values()
-    assert found.learned == found.tokens - 2
+    (counts,) = data.contents().values()
+    assert counts.learned == counts.tokens - 2
     assert TextData(data.source, "pad", TooLong()).contents() != {}
     assert Contents(np.array([], dtype=np.int64), 0).whole(1) == 1.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.data_sources import check_source, given, refusal, texts
+from tests.unit.data_sources import check_source, data_settings, refusal, texts
 from trainer.data.sources.registry import all_documents
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -64,7 +64,7 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
 def test_text_that_is_not_utf8_is_refused_by_name(tmp_path):
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "b.txt").write_bytes(b"gr\xfc\xdfe")
-    source = all_documents(given("text", tmp_path))
+    source = all_documents(data_settings("text", tmp_path))
     assert next(source) == "fine"
     assert "b.txt is not UTF-8 text (byte 2)" in refusal(next, source)
     assert "b.txt is not UTF-8 text" in refusal(check_source, "text", str(tmp_path / "b.txt"), 1)

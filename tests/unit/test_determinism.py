@@ -26,11 +26,11 @@ def fills_of_new_tensors() -> int:
     with profile() as profiled:
         out = model(x)
         (out.new_empty(4, 8).copy_(out) + torch.empty_like(out).copy_(out)).sum().backward()
-    found = 0
+    fills = 0
     for event in profiled.events():
         parent = event.cpu_parent
-        found += event.name == "aten::fill_" and parent is not None and parent.name.startswith("aten::empty")
-    return found
+        fills += event.name == "aten::fill_" and parent is not None and parent.name.startswith("aten::empty")
+    return fills
 
 
 def test_new_tensors_stay_as_they_are(deterministic: None) -> None:

@@ -11,7 +11,7 @@ from trainer.components.device_clock import DeviceClock
 
 
 class Machine:
-    """A GPU whose work takes so many seconds, given in advance by a host that does not wait."""
+    """A simulated GPU. The host queues work of known seconds in advance, and does not wait."""
 
     def __init__(self) -> None:
         self.host, self.busy_until, self.log = 100.0, 7.0, []  # the device has a clock of its own, 93 behind
@@ -38,21 +38,21 @@ class Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    found = Machine()
+    simulated = Machine()
 
     @contextmanager
     def stream(which: object):
-        found.log.append(("enter", which))
+        simulated.log.append(("enter", which))
         yield
-        found.log.append("leave")
+        simulated.log.append("leave")
 
-    beside = SimpleNamespace(wait_event=lambda event: found.log.append(("waits", event)))
-    monkeypatch.setattr(torch.cuda, "Event", found.event)
+    beside = SimpleNamespace(wait_event=lambda event: simulated.log.append(("waits", event)))
+    monkeypatch.setattr(torch.cuda, "Event", simulated.event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: beside)
     monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(time, "perf_counter", lambda: found.host)
-    found.beside = beside
-    return found
+    monkeypatch.setattr(time, "perf_counter", lambda: simulated.host)
+    simulated.beside = beside
+    return simulated
 
 
 def test_a_step_ends_when_the_device_ends_it_although_the_host_asks_later(machine: Machine) -> None:

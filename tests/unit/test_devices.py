@@ -1,4 +1,4 @@
-"""The devices of a job: what is found without torch, and what `job.device` asks for."""
+"""The devices of a job: how they are found without torch, and how `job.device` selects them."""
 
 import stat
 from pathlib import Path

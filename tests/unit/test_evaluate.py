@@ -51,9 +51,9 @@ def test_a_needle_stands_once_at_its_depth_and_is_asked_for_at_the_end(tokenizer
         assert len(number) == 8
         city = said.rsplit(" ", 1)[1]
         question = f" What is the magic number of {city}? The magic number of {city} is"
-        rest = tokenizer.decode(answer[:-1])  # the answer but for its last token, as true prefix
-        assert asked.endswith(question + rest)
-        assert not any(c.isdecimal() for c in said + asked.removesuffix(rest))
+        prefix = tokenizer.decode(answer[:-1])  # the answer without its last token, as true prefix
+        assert asked.endswith(question + prefix)
+        assert not any(c.isdecimal() for c in said + asked.removesuffix(prefix))
 
 
 def test_prompts_of_a_sample_differ_in_the_place_alone(tokenizer: Tokenizer) -> None:
@@ -78,11 +78,11 @@ def test_a_length_without_room_is_one_sentence(tokenizer: Tokenizer) -> None:
 def test_documents_begin_sequences_and_short_ones_are_left_out(tokenizer: Tokenizer) -> None:
     documents = ["short", "one two three four " * 9, "", "five six seven " * 20, "eight nine " * 30]
     encoded = [Encoded(np.array(tokenizer.encode(text, bos=bool(text), eos=bool(text)))) for text in documents]
-    found = list(long_documents(encoded, 30, 2))
-    assert [sequence.tokens.tolist() for sequence in found] == [
+    sequences = list(long_documents(encoded, 30, 2))
+    assert [sequence.tokens.tolist() for sequence in sequences] == [
         tokenizer.encode(documents[i], bos=True)[:30] for i in (1, 3)
     ]
-    for sequence in found:
+    for sequence in sequences:
         assert np.array_equal(sequence.labels[:-1], sequence.tokens[1:])
         assert sequence.labels[-1] != IGNORE_INDEX
     exact = len(tokenizer.encode(documents[1], bos=True, eos=True))

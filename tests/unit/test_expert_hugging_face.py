@@ -327,8 +327,8 @@ def test_other_quantised_weights_are_refused(tmp_path: Path) -> None:
 def test_a_bias_that_chooses_begins_at_zero_with_pretrained_weights(tmp_path: Path) -> None:
     family, args, _ = saved(tmp_path, "qwen3_moe")
     args = replace(args, router_bias_update_rate=0.01)
-    given = [f"--model.name={family}", f"--checkpoint.initial_load_path={tmp_path}"]
-    config = parse_command_line([*given, "--model.router_bias_update_rate=0.01", "--training.seq_len=64"]).config
+    settings = [f"--model.name={family}", f"--checkpoint.initial_load_path={tmp_path}"]
+    config = parse_command_line([*settings, "--model.router_bias_update_rate=0.01", "--training.seq_len=64"]).config
     check_initial_weights(config, args)
     model = read_here(tmp_path, family, args)
     assert not any(router.selection_bias.any() for router in routers_of([model]).values())

@@ -1,4 +1,4 @@
-"""Laws of jobs with experts: sizes, degrees, what is refused, the summary, the estimate of memory."""
+"""Laws of jobs with experts: sizes, degrees, refusals, the summary, the estimate of memory."""
 
 from dataclasses import replace
 
@@ -113,11 +113,11 @@ def test_weights_of_experts_are_divided_by_all_ranks(tp: int, cp: int, ep: int) 
     degrees = f"{P}tensor_parallel_degree={tp}", f"{P}context_parallel_degree={cp}", f"{P}expert_parallel_degree={ep}"
     job = job_of(*degrees, ranks=4)
     model, experts = job.model, job.model.experts
-    of_experts = model.n_layers * experts.number * experts.weights(model.dim)
+    expert_weights = model.n_layers * experts.number * experts.weights(model.dim)
     norms = (2 * 4 + 1) * 256 + 4 * 2 * 32
     gates = 4 * experts.number * model.dim
-    others = (model.n_params() - of_experts - norms - gates) / 4 + gates / (4 / tp)
-    assert job.task.memory(job).weights == pytest.approx(4 * (of_experts / 4 + others), rel=1e-6)
+    others = (model.n_params() - expert_weights - norms - gates) / 4 + gates / (4 / tp)
+    assert job.task.memory(job).weights == pytest.approx(4 * (expert_weights / 4 + others), rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -48,10 +48,10 @@ def gradients(run, x: torch.Tensor, weights: torch.Tensor, experts: ExpertWeight
     return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]
 
 
-def of_rank(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tensor]:
+def rank_gradients(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tensor]:
     tokens, experts, counts = problem(routing)
     x, chosen, weights, cotangent = (tensor.split(counts.tolist())[rank] for tensor in tokens)
-    mine = ExpertWeights(*(w.chunk(mesh.size())[rank] for w in experts))
+    own_experts = ExpertWeights(*(w.chunk(mesh.size())[rank] for w in experts))
 
     def run(x: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
         def sums(*args, **sizes) -> torch.Tensor:
@@ -60,7 +60,7 @@ def of_rank(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tensor]:
         plan = ROUTING.plan(chosen, len(experts.w13), mesh.get_group())
         return dispatched_sums(x, chosen, weights, sums, plan)[0]
 
-    return gradients(run, x, weights, mine, cotangent)
+    return gradients(run, x, weights, own_experts, cotangent)
 
 
 def errors(routing: str, ranks: int = RANKS) -> list[float]:
@@ -69,8 +69,8 @@ def errors(routing: str, ranks: int = RANKS) -> list[float]:
     wanted = gradients(
         lambda x, w, e: expert_sums(x, chosen, w, e, clamped=True, scale=SCALE), x, weights, experts, cotangent
     )
-    got = [torch.cat(parts) for parts in zip(*run_ranks(ranks, of_rank, routing), strict=True)]
-    assert [mine.shape for mine in got] == [theirs.shape for theirs in wanted]
+    got = [torch.cat(parts) for parts in zip(*run_ranks(ranks, rank_gradients, routing), strict=True)]
+    assert [a.shape for a in got] == [b.shape for b in wanted]
     return [((a - b).norm() / b.norm().clamp(min=1e-300)).item() for a, b in zip(got, wanted, strict=True)]
 
 
@@ -91,10 +91,10 @@ def test_a_dropped_token_is_seen() -> None:
 
 @pytest.mark.parametrize("routing", ["any", "all on the experts of one rank"])
 def test_a_token_is_sent_once_to_a_rank(routing: str) -> None:
-    """Bytes that were sent are those of the formula; a token with two experts on a rank is one row."""
+    """The bytes sent equal the formula; a token with two experts on a rank is one row."""
     (_, chosen, _, _), _, counts = problem(routing)
     before = exchange.bytes_sent.copy()
-    run_ranks(RANKS, of_rank, routing)
+    run_ranks(RANKS, rank_gradients, routing)
     owner = torch.arange(RANKS).repeat_interleave(counts).tolist()
     peers = (chosen // (EXPERTS // RANKS)).tolist()
     out = sum(len({*row} - {rank}) for row, rank in zip(peers, owner, strict=True))

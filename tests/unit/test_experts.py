@@ -71,21 +71,21 @@ def test_each_token_gets_the_weighted_sum_of_its_experts(shape: dict[str, bool])
     module = drawn(Experts(DIM, ExpertArgs(6, 2, 24, **shape)))
     got = outputs_and_gradients(module, module, *case())
     wanted = outputs_and_gradients(lambda *inputs: token_by_token(module, *inputs), module, *case())
-    for mine, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [{}, {"biases": True, "clamped": True}])
 def test_the_grouped_product_is_the_loop(shape: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here in float32. On CPUs it needs a contiguous gradient, as that of the gated unit is."""
+    """This test uses float32. On CPUs the product needs a contiguous gradient, which the gated unit returns."""
     module = drawn(Experts(DIM, ExpertArgs(6, 2, 24, **shape)), torch.float32)
     wanted = outputs_and_gradients(module, module, *case(torch.float32))
     monkeypatch.setattr(experts_module, "has_grouped_product", lambda *_: True)
     with monkeypatch.context() as patch:
         patch.setattr(experts_module, "_one_by_one", None)
         got = outputs_and_gradients(module, module, *case(torch.float32))
-    for mine, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("hidden", [24, 12])
@@ -99,8 +99,8 @@ def test_bfloat16_is_multiplied_in_groups_where_rows_are_aligned(hidden: int, mo
     with monkeypatch.context() as patch:
         patch.setattr(experts_module, "_one_by_one" if grouped else "_grouped", None)
         got = outputs_and_gradients(module, module, *inputs)
-    for mine, theirs in zip(got, wanted, strict=True):
-        assert (mine.float() - theirs).norm() < 2e-2 * theirs.norm()
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert (ours.float() - theirs).norm() < 2e-2 * theirs.norm()
 
 
 def test_without_tokens_every_parameter_still_gets_a_gradient() -> None:
@@ -155,7 +155,7 @@ def test_padding_is_no_load_and_is_not_balanced(coefficient: float) -> None:
     """A router with padding counts, and learns, as one that gets the real tokens alone."""
     x = torch.randn(12, DIM, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     real = torch.tensor([True, True, False] * 4)
-    found = []
+    results = []
     for rows, mask in ((x, real), (x[real], None)):
         router = Router(DIM, ExpertArgs(6, 2, 8), aux_loss_coef=coefficient, bias_update_rate=0.0)
         router.init_buffers(torch.device("cpu"))
@@ -165,8 +165,8 @@ def test_padding_is_no_load_and_is_not_balanced(coefficient: float) -> None:
         chosen, weights = router(rows, mask)
         kept = weights if mask is None else weights[mask]
         kept.square().sum().backward()
-        found.append((router.count, router.gate.weight.grad, chosen.shape))
-    (count, gradient, _), (wanted, alone, _) = found
+        results.append((router.count, router.gate.weight.grad, chosen.shape))
+    (count, gradient, _), (wanted, alone, _) = results
     assert count.tolist() == wanted.tolist()
     assert count.sum() == 2 * real.sum()
     assert (gradient - alone).norm() < 1e-12 * alone.norm()

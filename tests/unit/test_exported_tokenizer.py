@@ -88,6 +88,6 @@ def test_the_tokenizer_that_the_run_used_is_exported(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run")
     out = run_and_export(tmp_path, f"--model.path={source}")
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    found = json.loads((out / "generation_config.json").read_text())
-    assert {7, 8} < {*found["eos_token_id"]}
-    assert found["temperature"] == 0.5
+    settings = json.loads((out / "generation_config.json").read_text())
+    assert {7, 8} < {*settings["eos_token_id"]}
+    assert settings["temperature"] == 0.5

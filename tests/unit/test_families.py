@@ -176,9 +176,9 @@ def test_the_summary_and_the_memory_count_kinds_of_layers() -> None:
     glm = job_of("glm4_moe")
     experts = glm.model.experts
     every = replace(glm, model=replace(glm.model, layers=(LayerKind(),)))
-    more = experts.number * experts.weights(256) + experts.shared_dim * 3 * 256 + 8 * 256 - 512 * 3 * 256
-    assert every.model.n_params() - glm.model.n_params() == more
-    assert every.task.memory(every).weights - glm.task.memory(glm).weights == 4 * more
+    difference = experts.number * experts.weights(256) + experts.shared_dim * 3 * 256 + 8 * 256 - 512 * 3 * 256
+    assert every.model.n_params() - glm.model.n_params() == difference
+    assert every.task.memory(every).weights - glm.task.memory(glm).weights == 4 * difference
 
 
 def test_a_checkpoint_of_before_new_fields_is_of_the_same_model() -> None:
@@ -200,8 +200,8 @@ def job_of(family: str, *arguments: str) -> ResolvedJob:
 
 
 def test_the_adapters_of_a_fused_matrix_are_not_written_for_peft(tmp_path: Path) -> None:
-    args, given = MODELS["phi3"][1], ["--model.name=phi3", "--lora.rank=2", "--checkpoint.initial_load_path=x"]
-    config = parse_command_line(given).config
+    args, settings = MODELS["phi3"][1], ["--model.name=phi3", "--lora.rank=2", "--checkpoint.initial_load_path=x"]
+    config = parse_command_line(settings).config
     with (
         mock.patch.object(export, "_read", lambda shapes, _readers: {n: torch.zeros(s) for n, s in shapes.items()}),
         mock.patch.object(export, "open_saved", return_value=None),

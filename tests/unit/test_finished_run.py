@@ -92,9 +92,9 @@ def test_a_later_run_does_not_change_what_a_step_means(tmp_path: Path, capsys, c
         assert lct(["convert", "to-hf", str(run), str(tmp_path / "out")]) == 0
         capsys.readouterr()
         assert lct(["verify", str(run)]) == 0
-        found = capsys.readouterr()
-        assert found.err == ""
-        return text, re.sub(r"\(.* s\)", "", found.out), HFFolder(tmp_path / "out").entries.content
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        return text, re.sub(r"\(.* s\)", "", printed.out), HFFolder(tmp_path / "out").entries.content
 
     run = small_run(tmp_path / "run")
     before = everything()
@@ -145,7 +145,7 @@ READS = (
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run of somebody else, beside a package that its configuration names, and that leaves a mark when it runs."""
+    """A run of somebody else. Its configuration names a package in its folder, which leaves a mark if it runs."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     small_run(tmp_path / "stranger")

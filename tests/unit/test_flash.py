@@ -145,10 +145,10 @@ def test_an_attempt_without_finite_gradients_fails() -> None:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[SDPBackend]]:
     """The back ends at each call of plain attention."""
-    found: list[list[SDPBackend]] = []
-    record = SimpleNamespace(scaled_dot_product_attention=lambda *_, **__: found.append(backends()))
+    calls: list[list[SDPBackend]] = []
+    record = SimpleNamespace(scaled_dot_product_attention=lambda *_, **__: calls.append(backends()))
     monkeypatch.setattr(attention, "F", record)
-    return found
+    return calls
 
 
 @pytest.mark.parametrize("package", [None, *FLASH_PACKAGES])

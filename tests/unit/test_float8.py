@@ -1,4 +1,4 @@
-"""Laws of float8: only what is chosen is rounded, by as much as float8 rounds, and what cannot work is one sentence."""
+"""Laws of float8: only selected modules round, by as much as float8 rounds, and each refusal is one sentence."""
 
 import subprocess
 import sys

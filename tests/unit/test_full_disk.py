@@ -39,8 +39,8 @@ except CheckpointException as error:
 def test_a_checkpoint_that_does_not_fit_has_the_cause_and_not_pytorchs_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", SAVE, str(tmp_path / "step-1.tmp")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    told = "a file has reached the largest size that this user may write (ulimit -f) (about 4.0 MiB are needed)"
-    assert result.stdout == f"OSError {errno.EFBIG} {told}\n", result.stderr[-2000:]
+    cause = "a file has reached the largest size that this user may write (ulimit -f) (about 4.0 MiB are needed)"
+    assert result.stdout == f"OSError {errno.EFBIG} {cause}\n", result.stderr[-2000:]
 
 
 def test_the_cause_is_found_behind_other_errors(tmp_path: Path) -> None:
@@ -49,8 +49,8 @@ def test_the_cause_is_found_behind_other_errors(tmp_path: Path) -> None:
     error.__context__.__cause__ = OSError(errno.ENOSPC, "No space left on device")
     assert os_error_of(error).errno == errno.ENOSPC
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=3 << 20)):
-        told = full_disk(error, tmp_path, needed=5 << 30)
-    assert told == "the disk is full (3.0 MiB are free, about 5.0 GiB are needed)"
+        cause = full_disk(error, tmp_path, needed=5 << 30)
+    assert cause == "the disk is full (3.0 MiB are free, about 5.0 GiB are needed)"
     assert full_disk(OSError(errno.EDQUOT, "x"), tmp_path) == "the quota of this user is used up"
     for other in (RuntimeError("x"), OSError(errno.EIO, "x"), OSError("no number")):
         assert full_disk(other, tmp_path) == ""
@@ -76,9 +76,9 @@ def test_metrics_wait_for_room_and_are_warned_of_once(tmp_path: Path, caplog: py
         metrics.write({"step": 3})
         metrics.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-    warned, told = caplog.messages
+    warned, note = caplog.messages
     assert warned.startswith(f"lines of {path} are not written: the disk is full (")
-    assert told == f"there is room again: the lines of {path} that waited are written"
+    assert note == f"there is room again: the lines of {path} that waited are written"
 
 
 def test_metrics_that_never_fit_are_counted(
@@ -114,9 +114,9 @@ def test_tensorboard_goes_on_when_there_is_room_again(
         for step in (1, 2, 3):
             board.write({"step": step, "loss": 1.0})
         board.close()
-    warned, told = caplog.messages
+    warned, note = caplog.messages
     assert warned.startswith(f"TensorBoard's events in {board._run} are not written: the disk is full (")
-    assert told == f"TensorBoard's events are written again; 1 steps are missing in {board._run}"
+    assert note == f"TensorBoard's events are written again; 1 steps are missing in {board._run}"
 
 
 def _last_line_without_disk(code: str, folder: Path) -> str:

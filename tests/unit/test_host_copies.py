@@ -1,4 +1,4 @@
-"""Laws of copies in host memory: nothing changes what is being written, and only the device waits."""
+"""Laws of copies in host memory: nothing changes a copy while it is written, and only the device waits."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -43,7 +43,7 @@ def test_copies_are_of_their_own_moment(device: str) -> None:
 
 
 def test_on_a_gpu_buffers_are_copied_at_once_and_the_update_waits() -> None:
-    """The order of what is given to the streams, without a GPU."""
+    """Check the order of the work on the streams, without a GPU."""
     done: list[str] = []
     streams = {"compute": mock.Mock(name="compute"), "copy": mock.Mock(name="copy")}
     current = ["compute"]

@@ -48,9 +48,9 @@ def write(file: Path, texts: list[str]) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Callable[..., subprocess.Popen]:
-    def started(url: str, *more: str) -> subprocess.Popen:
+    def started(url: str, *options: str) -> subprocess.Popen:
         program = [sys.executable, "-m", "trainer", "tokenize", "--hub", NAME, "--hub-config", "en", "--processes", "1"]
-        program += ["--output", str(tmp_path / "tokens"), *more]
+        program += ["--output", str(tmp_path / "tokens"), *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         return subprocess.Popen(program, env=environment(url, tmp_path / "home"), **pipes)
 
@@ -131,7 +131,7 @@ def test_a_killed_run_resumes_with_its_revision_and_its_shards(tmp_path: Path, f
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("options", "says"),
     [
         (["--hub-config", "fr"], "allenai/c4 fr train cannot be opened (BuilderConfig 'fr' not found."),
         (
@@ -145,9 +145,9 @@ def test_a_killed_run_resumes_with_its_revision_and_its_shards(tmp_path: Path, f
         ),
     ],
 )
-def test_a_wrong_name_is_one_sentence(folder: Path, start, more: list[str], says: str):
+def test_a_wrong_name_is_one_sentence(folder: Path, start, options: list[str], says: str):
     with Hub(folder, NAME).serving() as hub:
-        code, _, err = ended(start(hub.url, *more))
+        code, _, err = ended(start(hub.url, *options))
     assert code == 2
     assert says in err.splitlines()[-1]
     assert "Traceback" not in err

@@ -102,10 +102,10 @@ def test_a_layout_that_moves_more_than_rows_is_read_whole(tmp_path: Path) -> Non
     ],
 )
 def test_a_wrong_tensor_is_named(folder: Path, change: Callable, message: str) -> None:
-    change(found := tensors(folder))
+    change(weights := tensors(folder))
     for file in folder.glob("model*"):
         file.unlink()
-    safetensors.torch.save_file(found, folder / SINGLE)
+    safetensors.torch.save_file(weights, folder / SINGLE)
     with pytest.raises(ConfigError) as error:
         HFReader(HFFolder(folder), hf_model(llama3.SPEC, LLAMA))
     assert message in str(error.value)
@@ -116,24 +116,24 @@ def test_a_second_name_of_a_tied_tensor_may_be_there_with_the_same_values(tmp_pa
     """As in transformers, which would not tie tensors that differ."""
     args = SHAPES["tied, scaled"]
     saved(tmp_path, args)
-    found = tensors(tmp_path)
+    weights = tensors(tmp_path)
     for file in tmp_path.glob("model*"):
         file.unlink()
-    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
-    safetensors.torch.save_file(found, tmp_path / SINGLE)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(weights, tmp_path / SINGLE)
     reader = HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args))
     assert "output.weight" not in reader.pairs
-    assert torch.equal(reader.read("tok_embeddings.weight"), found["model.embed_tokens.weight"])
-    rounded = found["model.embed_tokens.weight"].bfloat16()
-    equal = {**found, "model.embed_tokens.weight": rounded, "lm_head.weight": rounded.float()}
+    assert torch.equal(reader.read("tok_embeddings.weight"), weights["model.embed_tokens.weight"])
+    rounded = weights["model.embed_tokens.weight"].bfloat16()
+    equal = {**weights, "model.embed_tokens.weight": rounded, "lm_head.weight": rounded.float()}
     safetensors.torch.save_file(equal, tmp_path / SINGLE)
     assert torch.equal(HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args)).read("tok_embeddings.weight"), rounded)
-    alone = {name: x for name, x in found.items() if name != "model.embed_tokens.weight"}
+    alone = {name: x for name, x in weights.items() if name != "model.embed_tokens.weight"}
     safetensors.torch.save_file(alone, tmp_path / SINGLE)
     reader = HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args))
-    assert torch.equal(reader.read("tok_embeddings.weight"), found["lm_head.weight"])
-    found["lm_head.weight"][-1, -1] += 1
-    safetensors.torch.save_file(found, tmp_path / SINGLE)
+    assert torch.equal(reader.read("tok_embeddings.weight"), weights["lm_head.weight"])
+    weights["lm_head.weight"][-1, -1] += 1
+    safetensors.torch.save_file(weights, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match=r"lm_head.weight and model.embed_tokens.weight differ, and"):
         HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, args))
 
@@ -141,11 +141,11 @@ def test_a_second_name_of_a_tied_tensor_may_be_there_with_the_same_values(tmp_pa
 def test_two_sets_of_weights_are_refused(tmp_path: Path) -> None:
     """Transformers would read the single file."""
     saved(tmp_path, LLAMA)
-    found = tensors(tmp_path)
-    safetensors.torch.save_file(found, tmp_path / SINGLE)
+    weights = tensors(tmp_path)
+    safetensors.torch.save_file(weights, tmp_path / SINGLE)
     with pytest.raises(ConfigError, match=rf"two sets of weights, {SINGLE} and the files of {INDEX}; remove"):
         HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, LLAMA))
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(found, SINGLE)}))
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights, SINGLE)}))
     HFReader(HFFolder(tmp_path), hf_model(llama3.SPEC, LLAMA))
 
 

@@ -77,15 +77,15 @@ def test_what_a_file_lacks_is_what_transformers_assumes(family: str, key: str) -
     sizes |= {"num_key_value_heads": 16} if is_latent else {}
     wholly = kind(**sizes).to_dict() | {"architectures": [architecture]}
     gone = {key} if key in _ASSUMED else {"rope_parameters"} if "null" in key else set(_ASSUMED)
-    given = {name: value for name, value in wholly.items() if name not in gone}
-    given |= {"rope_scaling": None} if "null" in key else {}
+    entries = {name: value for name, value in wholly.items() if name not in gone}
+    entries |= {"rope_scaling": None} if "null" in key else {}
     if "num_key_value_heads" in gone:
         heads = kind().num_key_value_heads if is_latent else 64
-        given |= {"num_attention_heads": heads, "hidden_size": 8 * heads}
-        given |= {"mamba_d_head": "auto"} if "mamba_d_head" in given else {}
+        entries |= {"num_attention_heads": heads, "hidden_size": 8 * heads}
+        entries |= {"mamba_d_head": "auto"} if "mamba_d_head" in entries else {}
     # transformers' own class, of the same file
-    filled = kind(**given).to_dict() | {"architectures": [architecture]}
-    assert known.read(Entries(Path(), given)) == known.read(Entries(Path(), filled))
+    filled = kind(**entries).to_dict() | {"architectures": [architecture]}
+    assert known.read(Entries(Path(), entries)) == known.read(Entries(Path(), filled))
 
 
 def test_old_and_new_names_mean_the_same(folder: Path) -> None:
@@ -132,7 +132,7 @@ def test_what_is_not_supported_is_named(folder: Path, entries: dict, message: st
 
 
 def test_old_entries_of_qwen_mean_the_same(tmp_path: Path) -> None:
-    """Before `layer_types`, and with what the published files say beside a switch that is off."""
+    """Older files have no `layer_types`, and published files keep a window's entries although its switch is off."""
     saved(tmp_path, QWEN2, family="qwen2")
     for entries, window in (
         ({"use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28}, None),

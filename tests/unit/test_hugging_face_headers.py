@@ -48,10 +48,10 @@ def test_a_header_that_the_format_does_not_allow(tmp_path: Path, fault: str) -> 
 def test_tensors_without_elements_and_in_any_order_are_allowed(tmp_path: Path) -> None:
     content = {"b": place(8, 16), "none": place(8, 8), "a": place(0, 8), "__metadata__": {"format": "pt"}}
     file = written(tmp_path / SINGLE, json.dumps(content), 16)
-    found = read_file(file)
-    assert {*found} == {"a", "b", "none"}
+    entries = read_file(file)
+    assert {*entries} == {"a", "b", "none"}
     data = file.stat().st_size - 16
-    assert (found["a"].start, found["b"].start) == (data, data + 8)
+    assert (entries["a"].start, entries["b"].start) == (data, data + 8)
 
 
 def test_check_compares_names_and_shapes(tmp_path: Path) -> None:
@@ -65,10 +65,10 @@ def test_check_compares_names_and_shapes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no model\.layers\.2"):
         check()
     changed(folder, num_hidden_layers=LLAMA.n_layers)
-    found = tensors(folder)
-    shapes = {name: tuple(x.shape) for name, x in found.items()}
+    weights = tensors(folder)
+    shapes = {name: tuple(x.shape) for name, x in weights.items()}
     with NewFolder(folder, shapes | {"model.norm.weight": (31,)}, torch.float32) as new:
-        for name, x in found.items():
+        for name, x in weights.items():
             new.put(name, x[:31] if name == "model.norm.weight" else x)
         new.finish({"config.json": json.loads((folder / "config.json").read_text())})
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has the shape \(31,\), and this model's has \(32,\)"):

@@ -1,4 +1,4 @@
-"""Laws of runs that start from a folder of transformers: its sizes, weights and tokenizer, and what is refused."""
+"""Laws of runs that start from a folder of transformers: its sizes, weights and tokenizer, and refusals."""
 
 import json
 import re

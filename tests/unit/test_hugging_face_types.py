@@ -114,14 +114,14 @@ def test_adapters_are_added_in_float32_and_what_rounding_loses_is_told(
     assert convert(["to-hf", str(run), str(out), "--dtype", dtype]) == 0
     before, after = tensors(source), tensors(out)
     names = [name for name, x in after.items() if not torch.equal(x.float(), before[name].float())]
-    told = re.findall(r"rounded to bfloat16, (\d+\.\d)% of .* The rounding error is (\d\.\d\d) of", caplog.text)
+    losses = re.findall(r"rounded to bfloat16, (\d+\.\d)% of .* The rounding error is (\d\.\d\d) of", caplog.text)
     if dtype == "float32":
         assert [name.split(".")[-2] for name in names] == ["o_proj"] * LLAMA.n_layers
         changes = [after[name] - before[name].float() for name in names]
         assert all(change[1:].count_nonzero() == 0 and change[0].abs().max() < 1e-3 for change in changes)
-        assert not told
+        assert not losses
     else:
-        ((share, error),) = told
+        ((share, error),) = losses
         assert float(share) > 50
         assert 0.5 < float(error) <= 1.0
 
@@ -154,13 +154,13 @@ def test_types_in_one_file_are_aligned_and_in_the_order_of_their_names(tmp_path:
         folder.put("c", torch.arange(7.0))
         folder.finish({})
     (file,) = (tmp_path / "out").glob("*.safetensors")
-    found = safetensors.torch.load_file(file)
-    assert {name: x.tolist() for name, x in found.items()} == {
+    loaded = safetensors.torch.load_file(file)
+    assert {name: x.tolist() for name, x in loaded.items()} == {
         "a": [0, 1, 2],
         "b": [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]],
         "c": [*range(7)],
     }
-    assert found["b"].dtype == torch.float32
+    assert loaded["b"].dtype == torch.float32
     places = {name: stored.start for name, stored in HFFolder(tmp_path / "out").tensors.items()}
     assert places["b"] % 4 == 0
     assert places["a"] < places["c"]

@@ -1,4 +1,4 @@
-"""Law: what is written as a folder of transformers is read there, and needs the memory of one tensor at a time."""
+"""Law: transformers reads the folders that we write, and writing needs the memory of one tensor at a time."""
 
 import errno
 import json

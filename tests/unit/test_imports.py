@@ -44,21 +44,23 @@ def imports() -> dict[str, set[str]]:
     modules = {".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p for p in paths}
     arrows: dict[str, set[str]] = {}
     for name, path in modules.items():
-        found = set()
+        targets = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                targets |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 wholes = {f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {whole if whole in modules else node.module for whole in wholes}
-        arrows[name] = (found & modules.keys()) - {name}
+                targets |= {whole if whole in modules else node.module for whole in wholes}
+        arrows[name] = (targets & modules.keys()) - {name}
     return arrows
 
 
 def place(module: str) -> tuple[int, str]:
-    """The floor and the folder of a module: that of the longest name that begins its own."""
-    found = [(len(name), number, name) for number, names in enumerate(FLOORS) for name in names if within(module, name)]
-    return max(found)[1:]
+    """Return the floor and the folder of a module: the longest entry of FLOORS that is a prefix of its name."""
+    floors = [
+        (len(name), number, name) for number, names in enumerate(FLOORS) for name in names if within(module, name)
+    ]
+    return max(floors)[1:]
 
 
 def climbs(a: str, b: str) -> bool:
@@ -78,9 +80,9 @@ def circles(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
     while changed:
         changed = False
         for module, seen in reach.items():
-            more = seen.union(*(reach[other] for other in seen))
-            changed |= more != seen
-            reach[module] = more
+            reached = seen.union(*(reach[other] for other in seen))
+            changed |= reached != seen
+            reach[module] = reached
     return sorted((a, b) for a in arrows for b in reach[a] if a < b and a in reach[b])
 
 
@@ -96,13 +98,15 @@ def test_the_table_of_the_documentation_has_these_floors() -> None:
 
 def outside_of_library(arrows: dict[str, set[str]]) -> list[tuple[str, str]]:
     """Imports of the library that are neither of its own folder nor of one below."""
-    found, below = [], ()
+    wrong, below = [], ()
     for folders in LIBRARY:
         for folder in folders:
-            of_folder = [(a, b) for a, others in arrows.items() if within(a, folder) for b in others if b not in _LAZY]
-            found += [(a, b) for a, b in of_folder if not any(within(b, other) for other in (*below, folder))]
+            folder_arrows = [
+                (a, b) for a, others in arrows.items() if within(a, folder) for b in others if b not in _LAZY
+            ]
+            wrong += [(a, b) for a, b in folder_arrows if not any(within(b, other) for other in (*below, folder))]
         below += folders
-    return found
+    return wrong
 
 
 def test_folders_of_the_library_import_what_is_below_them() -> None:
@@ -113,7 +117,7 @@ DATA = ("tokenizers", "sources", "token_files", "order", "packing", "evaluation"
 
 
 def test_the_folders_of_data_follow_each_other() -> None:
-    """From documents to sequences; what joins them lies beside them in trainer/data."""
+    """From documents to sequences; the modules that join them lie in trainer/data itself."""
     names = [f"trainer.data.{name}" for name in DATA]
     arrows = {
         (a.split(".")[2], b.split(".")[2])
@@ -127,8 +131,8 @@ def test_the_folders_of_data_follow_each_other() -> None:
 
 def callers_of_the_planner(arrows: dict[str, set[str]]) -> set[str]:
     """Modules outside of the planner that import it."""
-    of_planner = {a for a, others in arrows.items() if any(within(b, "lct_planner") for b in others)}
-    return {a for a in of_planner if not within(a, "lct_planner")}
+    callers = {a for a, others in arrows.items() if any(within(b, "lct_planner") for b in others)}
+    return {a for a in callers if not within(a, "lct_planner")}
 
 
 def test_the_planner_is_imported_by_its_commands_alone() -> None:

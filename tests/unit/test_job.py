@@ -18,7 +18,7 @@ from trainer.job.incompatible import INCOMPATIBLE, Pair
 pytestmark = pytest.mark.about("trainer/job/draft.py", "trainer/job/incompatible.py", "trainer/job/training.py")
 
 ROOT = Path(__file__).resolve().parents[2]
-# Those of language models; test_field_jobs.py has the others.
+# Presets of language models; examples/fields/tests/test_jobs.py has the others.
 CONFIGS = sorted(path for path in (ROOT / "train_configs").glob("*.toml") if not path.name.startswith("domain_"))
 # These need weights: test_lora.py, test_fine_tuning_presets.py
 _OF_WEIGHTS = {"llama3_8b_lora", "finetune", "sft", "lora", "dpo"}
@@ -69,9 +69,9 @@ def test_the_degrees_of_the_configuration_are_resolved():
 
 
 def test_replicas_with_offload_are_refused_on_gpus_alone():
-    given = ["--training.enable_cpu_offload", "--parallelism.data_parallel_replicate_degree=2"]
-    assert "pytorch issue 180665" in refused(*given, world_size=4)
-    assert resolve(parse_command_line(given).config, 4, "cpu").degrees.dp_replicate == 2
+    settings = ["--training.enable_cpu_offload", "--parallelism.data_parallel_replicate_degree=2"]
+    assert "pytorch issue 180665" in refused(*settings, world_size=4)
+    assert resolve(parse_command_line(settings).config, 4, "cpu").degrees.dp_replicate == 2
 
 
 def test_the_update_on_the_host_is_fused_whatever_the_device():
@@ -96,24 +96,24 @@ def test_nothing_is_written_by_a_check(tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-@pytest.mark.parametrize("more", [1, 2])
-def test_every_training_configuration_works_for_its_number_of_ranks(path: Path, more: int, tmp_path):
+@pytest.mark.parametrize("divisor", [1, 2])
+def test_every_training_configuration_works_for_its_number_of_ranks(path: Path, divisor: int, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "a", "prompt": "a", "answer": "b"}\n' * 64)
-    given = ["--job.config_file", str(path)]
+    arguments = ["--job.config_file", str(path)]
     if path.name != "debug_model.toml":  # the published tokenizer and the data are the user's to bring
-        given += ["--model.tokenizer_path", "None", "--training.dataset_path", str(tmp_path / "data.jsonl")]
-        given += ["--checkpoint.initial_load_path", "None"]
-    ranks = RANKS.get(path.name, 8) // more
-    assert check(*given, world_size=ranks).world_size == ranks
+        arguments += ["--model.tokenizer_path", "None", "--training.dataset_path", str(tmp_path / "data.jsonl")]
+        arguments += ["--checkpoint.initial_load_path", "None"]
+    ranks = RANKS.get(path.name, 8) // divisor
+    assert check(*arguments, world_size=ranks).world_size == ranks
 
 
 def test_training_configurations_need_the_published_tokenizer():
     for path in CONFIGS:
         if path.name != "debug_model.toml":
             message = refused("--job.config_file", str(path), world_size=RANKS.get(path.name, 8))
-            given = parse_command_line(["--job.config_file", str(path)]).config.model.tokenizer_path
-            assert f"model.tokenizer_path = {given!r} does not exist" in message
-            assert given != Model().tokenizer_file
+            tokenizer = parse_command_line(["--job.config_file", str(path)]).config.model.tokenizer_path
+            assert f"model.tokenizer_path = {tokenizer!r} does not exist" in message
+            assert tokenizer != Model().tokenizer_file
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -145,7 +145,7 @@ def test_a_number_out_of_range_is_refused_with_one_that_works(key: str):
             assert message.startswith(f"{key} = {value!r} must be ")
             works = re.search(r"such as (\S+)$", message)[1]
             assert BOUNDS[key].test(float(works))
-    assert not BOUNDS[key].test(-2 if key.endswith("shard_degree") else -1)  # -1: what is left
+    assert not BOUNDS[key].test(-2 if key.endswith("shard_degree") else -1)  # -1: all other ranks
     assert BOUNDS[key].test(float("inf")) == (key == "training.max_norm")
     assert not BOUNDS[key].test(float("nan"))
 
@@ -222,13 +222,13 @@ def test_what_can_work_is_accepted(argv: list[str]):
 
 @pytest.fixture(scope="module")
 def refusals() -> list[str]:
-    found = []
+    messages = []
     for argv, ranks in [*((argv, ranks) for argv, ranks, _ in RULES), *BESIDE_OTHERS]:
         try:
             check(*argv, world_size=ranks)
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.parametrize("pair", [pytest.param(pair, id=f"{pair.first} {pair.second}") for pair in INCOMPATIBLE])

@@ -22,8 +22,8 @@ NAMES = {
 
 def resolved(*, world_size: int, **degrees: int) -> Degrees:
     """Return the degrees of a job whose keys have these values, by their short names."""
-    given = {KEYS[name].partition(".")[2]: degree for name, degree in degrees.items()}
-    return resolve_degrees(Parallelism(**given), world_size)
+    keys = {KEYS[name].partition(".")[2]: degree for name, degree in degrees.items()}
+    return resolve_degrees(Parallelism(**keys), world_size)
 
 
 def test_shard_degree_minus_one_takes_what_is_left():
@@ -40,30 +40,30 @@ def test_all_five_degrees_count():
 def test_degrees_resolve_exactly_when_the_product_fits(world_size: int):
     for replicate, shard, tp in itertools.product([1, 2, 3, 5, 16], [-1, 1, 2, 3, 8], [1, 2, 3, 4]):
         fits = world_size % (replicate * tp) == 0 if shard == -1 else replicate * shard * tp == world_size
-        given = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
+        degrees = {"dp_replicate": replicate, "dp_shard": shard, "tp": tp}
         if fits:
-            found = resolved(**given, world_size=world_size)
-            assert found.dp_replicate * found.dp_shard * found.tp == world_size
+            result = resolved(**degrees, world_size=world_size)
+            assert result.dp_replicate * result.dp_shard * result.tp == world_size
             continue
         with pytest.raises(ConfigError) as error:
-            resolved(**given, world_size=world_size)
-        check_suggestions(str(error.value), given, world_size)
+            resolved(**degrees, world_size=world_size)
+        check_suggestions(str(error.value), degrees, world_size)
 
 
-def check_suggestions(message: str, given: dict[str, int], world_size: int) -> None:
+def check_suggestions(message: str, degrees: dict[str, int], world_size: int) -> None:
     """Whatever the message proposes must resolve."""
     assert "\n" not in message
     assert f"world size of {world_size}" in message
     for key, name in NAMES.items():
-        if name in given:
-            assert f"{key} = {given[name]}" in message
+        if name in degrees:
+            assert f"{key} = {degrees[name]}" in message
     *choices, ranks = message.split("what fits: ")[1].split("; ")
     assert choices
     for choice in choices:
         changes = {NAMES[key]: int(value) for key, value in re.findall(r"(parallelism\.\w+) = (-?\d+)", choice)}
         assert changes
-        resolved(**given | changes, world_size=world_size)
-    resolved(**given, world_size=int(re.fullmatch(r"or (\d+) ranks", ranks)[1]))
+        resolved(**degrees | changes, world_size=world_size)
+    resolved(**degrees, world_size=int(re.fullmatch(r"or (\d+) ranks", ranks)[1]))
 
 
 def test_a_single_change_is_preferred():
@@ -72,10 +72,10 @@ def test_a_single_change_is_preferred():
 
 
 def test_context_and_pipeline_degrees_are_named_when_they_count():
-    given = {"dp_replicate": 1, "dp_shard": 3, "cp": 3, "tp": 1, "pp": 2}
+    degrees = {"dp_replicate": 1, "dp_shard": 3, "cp": 3, "tp": 1, "pp": 2}
     with pytest.raises(ConfigError) as error:
-        resolved(**given, world_size=16)
-    check_suggestions(str(error.value), given, 16)
+        resolved(**degrees, world_size=16)
+    check_suggestions(str(error.value), degrees, 16)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A key that is set and has no effect is told in one line, or refused; a key that has one, and a preset, are not."""
+"""A key without effect is reported in one line, or refused; a key with an effect, and a preset, are not."""
 
 import subprocess
 import sys
@@ -34,8 +34,8 @@ PRESETS |= {
 }
 PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8, "qwen3_8b_1m.toml": 8, "qwen3_8b_trajectories.toml": 8}
 PRESETS |= {"qwen3_next_80b.toml": 64, "kimi_linear_48b.toml": 32, "granite4_h_small.toml": 16, "deepseek_v3.toml": 512}
-for _of_weights in ("llama3_8b_lora", "finetune", "sft", "lora", "dpo"):  # test_lora.py, test_fine_tuning_presets.py
-    del PRESETS[f"{_of_weights}.toml"]
+for _name in ("llama3_8b_lora", "finetune", "sft", "lora", "dpo"):  # test_lora.py, test_fine_tuning_presets.py
+    del PRESETS[f"{_name}.toml"]
 
 
 @pytest.fixture(autouse=True)

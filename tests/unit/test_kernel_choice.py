@@ -219,12 +219,14 @@ def test_a_kernel_that_cannot_is_refused_with_those_that_can(arguments: tuple, b
 def test_calls_that_32_bits_cannot_address_have_fewer_heads(shape: tuple[int, ...], groups: list[int]) -> None:
     batch, rows, heads, kv_heads, head_dim = shape
     elements = call_elements(batch, rows, 1, head_dim)
-    found = head_groups(heads, kv_heads, elements, INDEX_LIMIT)
-    assert [q.stop - q.start for q, _ in found] == groups
-    assert all((q.stop - q.start) * elements < 2**31 for q, _ in found)
+    head_slices = head_groups(heads, kv_heads, elements, INDEX_LIMIT)
+    assert [q.stop - q.start for q, _ in head_slices] == groups
+    assert all((q.stop - q.start) * elements < 2**31 for q, _ in head_slices)
     served = [(head, head // (heads // kv_heads)) for head in range(heads)]
-    assert [(q, kv) for of_q, of_kv in found for q in range(heads)[of_q] for kv in [q * kv_heads // heads]] == served
-    assert all(q.start * kv_heads // heads == kv.start and kv.stop <= kv_heads for q, kv in found)
+    assert [
+        (q, kv) for q_slice, kv_slice in head_slices for q in range(heads)[q_slice] for kv in [q * kv_heads // heads]
+    ] == served
+    assert all(q.start * kv_heads // heads == kv.start and kv.stop <= kv_heads for q, kv in head_slices)
 
 
 def test_a_head_that_32_bits_cannot_address_is_refused() -> None:

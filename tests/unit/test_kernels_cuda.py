@@ -12,7 +12,7 @@ from longshard.context.execution.kernels.cuda import CudaFlash, Cudnn, Varlen
 from longshard.context.planning.lowering import Call, Launch, split
 from longshard.context.planning.mask import Relation
 from longshard.context.planning.tiles import Tile
-from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of, of_calls
+from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, by_call, counts, launches_of
 from tests.unit.test_kernels import (
     BI_CAUSAL,
     CAUSAL,
@@ -76,7 +76,7 @@ def test_tiles_are_parts_of_a_whole(kernel: Kernel, whole: tuple[Relation, int, 
 @by_name
 @pytest.mark.parametrize("offset", [0, 1])
 def test_any_layout_of_the_inputs(kernel: Kernel, offset: int):
-    """Rows of one buffer, as keys and values are sent; the operator's stand-in refuses what is not aligned."""
+    """Inputs are rows of one buffer, as keys and values are sent; the operator's stand-in refuses unaligned inputs."""
     n, m = 6, 6
     q, k, v, cotangent = inputs(4, 2, n, m)
     buffer = torch.zeros(m * 2 * 2 * 2 * 8 + offset, dtype=torch.float64)[offset:].view(m, 2, 2, 2, 8)
@@ -130,30 +130,33 @@ def test_many_calls_are_as_one_after_another(batch: int, head_dim: int):
     counts.clear()
     launches, results, grads = launches_of(CALLS), {}, {}
     for launch in launches:
-        results |= of_calls(launch, kernel.forward_many(q, k, v, launch, scale=0.3))
-    # FULL, CAUSAL, INV_CAUSAL, and BI_CAUSAL with 2 keys more than queries, of which both calls are
+        results |= by_call(launch, kernel.forward_many(q, k, v, launch, scale=0.3))
+    # FULL, CAUSAL, INV_CAUSAL, and BI_CAUSAL: both BI_CAUSAL calls have 2 keys more than queries
     assert counts == {"flash_forward": 4}
     whole_out, whole_lse = torch.randn_like(q), torch.randn_like(q[..., 0]) + 4
-    given = BackwardInputs(cotangent, q, k, v, whole_out, whole_lse)
+    inputs_of_backward = BackwardInputs(cotangent, q, k, v, whole_out, whole_lse)
     for launch in launches:
-        grads |= of_calls(launch, kernel.backward_many(given, launch, scale=0.3))
+        grads |= by_call(launch, kernel.backward_many(inputs_of_backward, launch, scale=0.3))
     assert counts == {"flash_forward": 4, "flash_backward": 4}
     assert results.keys() == grads.keys() == {*CALLS}
-    same_one_by_one(CALLS, given, (results, grads))
+    same_one_by_one(CALLS, inputs_of_backward, (results, grads))
 
 
-def same_one_by_one(calls: Sequence[Call], given: BackwardInputs, found: tuple[dict, dict]) -> None:
-    """Check results and gradients of each call against those of a kernel that computes it alone."""
+def same_one_by_one(calls: Sequence[Call], inputs_of_backward: BackwardInputs, results: tuple[dict, dict]) -> None:
+    """Check results and gradients of each call against a kernel that computes the call alone."""
     single = CudaFlash(OPS)
     for call in calls:
-        dout, rows, out, lse = (x[:, :, slice(*call.q)] for x in (given.dout, given.q, given.out, given.lse))
-        keys, values = (x[:, :, slice(*call.kv)] for x in (given.k, given.v))
+        dout, rows, out, lse = (
+            x[:, :, slice(*call.q)]
+            for x in (inputs_of_backward.dout, inputs_of_backward.q, inputs_of_backward.out, inputs_of_backward.lse)
+        )
+        keys, values = (x[:, :, slice(*call.kv)] for x in (inputs_of_backward.k, inputs_of_backward.v))
         options = {"relation": call.relation, "scale": 0.3}
         wanted = (
             *single.forward(rows, keys, values, **options),
             *single.backward(BackwardInputs(dout, rows, keys, values, out, lse), **options),
         )
-        for got, wish in zip((*found[0][call], *found[1][call]), wanted, strict=True):
+        for got, wish in zip((*results[0][call], *results[1][call]), wanted, strict=True):
             assert error(got, wish) < 1e-12
 
 
@@ -174,7 +177,7 @@ def test_packed_documents_are_gathered_without_a_copy():
     spans = (0, 3), (3, 7), (7, 12)
     assert cuda._gathered(q, spans).data_ptr() == q.data_ptr()
     launch = Launch(tuple(Call(span, span, CAUSAL, True) for span in spans))
-    for call, (out, lse) in of_calls(launch, Varlen(OPS).forward_many(q, k, v, launch, scale=0.3)):
+    for call, (out, lse) in by_call(launch, Varlen(OPS).forward_many(q, k, v, launch, scale=0.3)):
         parts = (x[:, :, slice(*call.q)] for x in (q, k, v))
         wanted, wanted_lse, _ = definition(*parts, q[:, :, slice(*call.q)], CAUSAL, 0.3)
         assert error(out, wanted) < 1e-12

@@ -9,7 +9,7 @@ from longshard.context.execution.kernels.cuda import CudaFlash
 from longshard.context.planning.lowering import split
 from longshard.context.planning.mask import Relation
 from longshard.context.planning.tiles import Tile
-from tests.unit.kernel_stand_ins import CALLS, launches_of, of_calls
+from tests.unit.kernel_stand_ins import CALLS, by_call, launches_of
 from tests.unit.test_kernels import BI_CAUSAL, CAUSAL, FULL, INV_CAUSAL, definition, error
 
 # ---- operators of this PyTorch, by their shapes
@@ -92,12 +92,12 @@ def test_on_a_gpu(kernel: Kernel, tile: tuple[Relation, int, int], head_dim: int
         merged[rows] += part_out * (part_lse - lse[rows]).exp()[..., None]
         merged_lse[rows] = torch.logaddexp(merged_lse[rows], part_lse.double())
         statistics = out[rows].to(dtype), lse[rows].float()
-        found = kernel.backward(
+        gradients = kernel.backward(
             BackwardInputs(cotangent[rows], q[rows], k[keys], v[keys], *statistics),
             relation=part.relation,
             scale=scale,
         )
-        for total, place, grad in zip(sums, (rows, keys, keys), found, strict=True):
+        for total, place, grad in zip(sums, (rows, keys, keys), gradients, strict=True):
             total[place] += grad
     assert error(merged_lse, lse) < 1e-3
     for got, wanted, bound in zip((merged, *sums), (out, *grads), bounds, strict=True):
@@ -109,10 +109,10 @@ def test_many_calls_on_a_gpu():
     kernel, single = next(x for x in CUDA_KERNELS if x.name == "varlen"), CudaFlash()
     q, k, v, cotangent = on_gpu(4, 2, 12, 13, 64, torch.bfloat16)
     out, lse = torch.randn_like(q), torch.randn_like(q[..., 0], dtype=torch.float32) + 4
-    given, results, grads = BackwardInputs(cotangent, q, k, v, out, lse), {}, {}
+    inputs_of_backward, results, grads = BackwardInputs(cotangent, q, k, v, out, lse), {}, {}
     for launch in launches_of(CALLS):
-        results |= of_calls(launch, kernel.forward_many(q, k, v, launch, scale=0.125))
-        grads |= of_calls(launch, kernel.backward_many(given, launch, scale=0.125))
+        results |= by_call(launch, kernel.forward_many(q, k, v, launch, scale=0.125))
+        grads |= by_call(launch, kernel.backward_many(inputs_of_backward, launch, scale=0.125))
     for call in CALLS:
         rows, keys = slice(*call.q), slice(*call.kv)
         parts = q[:, :, rows], k[:, :, keys], v[:, :, keys]

@@ -43,10 +43,10 @@ def hash_of(sources: list[str]) -> str:
 
 
 def test_the_number_of_the_code_of_labels_is_raised_with_it():
-    found = hash_of([(ROOT / name).read_text() for name in CODE])
-    assert HASHES.get(LABELS) == found, (
+    digest = hash_of([(ROOT / name).read_text() for name in CODE])
+    assert HASHES.get(LABELS) == digest, (
         f"the code that makes labels has changed: if a label of any conversation may be another one, raise LABELS in "
-        f"trainer/data/token_files/inputs.py; then write {found!r} for that number into HASHES"
+        f"trainer/data/token_files/inputs.py; then write {digest!r} for that number into HASHES"
     )
     assert len(HASHES) == 1, "old numbers are not kept"
 

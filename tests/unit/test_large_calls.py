@@ -40,13 +40,13 @@ def test_a_tile_by_fewer_heads(kernel: Kernel, heads: tuple[int, int, int]) -> N
     counts.clear()
     out, lse = kernel.forward(q, k, v, relation=CAUSAL, scale=0.3)
     whole = counts.total()
-    found = grouped.forward(q, k, v, relation=CAUSAL, scale=0.3)
+    result = grouped.forward(q, k, v, relation=CAUSAL, scale=0.3)
     assert counts.total() > 2 * whole, "one call of all heads"
-    torch.testing.assert_close(found[0], out)
-    torch.testing.assert_close(found[1], lse)
-    given = BackwardInputs(dout, q, k, v, out, lse)
-    wanted = kernel.backward(given, relation=CAUSAL, scale=0.3)
-    for ours, whole in zip(grouped.backward(given, relation=CAUSAL, scale=0.3), wanted, strict=True):
+    torch.testing.assert_close(result[0], out)
+    torch.testing.assert_close(result[1], lse)
+    backward_inputs = BackwardInputs(dout, q, k, v, out, lse)
+    wanted = kernel.backward(backward_inputs, relation=CAUSAL, scale=0.3)
+    for ours, whole in zip(grouped.backward(backward_inputs, relation=CAUSAL, scale=0.3), wanted, strict=True):
         torch.testing.assert_close(ours, whole)
 
 
@@ -60,12 +60,15 @@ def test_a_launch_by_fewer_heads(heads: tuple[int, int, int]) -> None:
         grouped = limited(kernel, heads[2], rows, len(launch.calls))
         wanted = kernel.forward_many(q, k, v, launch, scale=0.3)
         counts.clear()
-        found = grouped.forward_many(q, k, v, launch, scale=0.3)
+        results = grouped.forward_many(q, k, v, launch, scale=0.3)
         assert counts.total() > 1, "one call of all heads"
-        for ours, whole in zip(found, wanted, strict=True):
+        for ours, whole in zip(results, wanted, strict=True):
             torch.testing.assert_close(ours, whole)
-        given = BackwardInputs(dout, q, k, v, out, lse)
-        pairs = grouped.backward_many(given, launch, scale=0.3), kernel.backward_many(given, launch, scale=0.3)
+        backward_inputs = BackwardInputs(dout, q, k, v, out, lse)
+        pairs = (
+            grouped.backward_many(backward_inputs, launch, scale=0.3),
+            kernel.backward_many(backward_inputs, launch, scale=0.3),
+        )
         for ours, whole in zip(*pairs, strict=True):
             torch.testing.assert_close(ours, whole)
 

@@ -1,6 +1,6 @@
-"""Laws of the launcher: no other machine reaches the store of a job on one node, and nobody unpickles what it holds.
+"""Laws of the launcher: no other machine reaches the store of a job on one node, and nobody unpickles its entries.
 
-A rank that NCCL's watchdog ended is told from one that crashed, by the file that the watchdog wrote.
+NCCL's watchdog writes a file. By this file, the launcher knows a rank that the watchdog ended from a crashed rank.
 """
 
 import os

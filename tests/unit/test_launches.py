@@ -129,8 +129,8 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
     grads = [torch.zeros_like(x) for x in whole[:3]]
     for rank in range(3):
         plan = lowered(mask, 3, rank, kernel, balancer, method)
-        mine = rows_of(plan.plan.q_layout.ranges[rank])
-        q, dout, out, lse = (x[:, :, mine] for x in (whole[0], whole[3], wanted[0], lses))
+        own_rows = rows_of(plan.plan.q_layout.ranges[rank])
+        q, dout, out, lse = (x[:, :, own_rows] for x in (whole[0], whole[3], wanted[0], lses))
         total, dq = Merged(q), torch.zeros_like(q)
         if fresh_rows(run for launches in plan.backward for launch in launches for run in launch.q_runs) == q.shape[2]:
             dq = torch.full_like(q, torch.nan)
@@ -150,7 +150,7 @@ def test_launches_of_a_rank_are_its_attention(count: int, balancer: str, batch: 
                 add_parts((dq, dk, dv), parts, launch)
             for whole_grad, part in zip(grads[1:], (dk, dv), strict=True):
                 whole_grad[:, :, held] += part
-        grads[0][:, :, mine] = dq
+        grads[0][:, :, own_rows] = dq
     for got, wish in zip(grads, wanted[1:], strict=True):
         assert error(got, wish) < 1e-12
 
@@ -162,14 +162,14 @@ def rows_of(ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
 def test_gradients_are_the_kernels_own_only_if_they_are_everything() -> None:
     mask, kernel = packed(5, 96), Varlen(OPS)
     q, k, v, dout = inputs(96)
-    given = BackwardInputs(dout, q, k, v, dout, q[..., 0])
+    backward_inputs = BackwardInputs(dout, q, k, v, dout, q[..., 0])
     (launch,) = lowered(mask, 1, 0, kernel).backward[0]
-    assert lone_gradients(given, (launch,), kernel, SCALE) is not None
-    assert lone_gradients(given, (launch, launch), kernel, SCALE) is None
+    assert lone_gradients(backward_inputs, (launch,), kernel, SCALE) is not None
+    assert lone_gradients(backward_inputs, (launch, launch), kernel, SCALE) is None
     for calls in (launch.calls[:-1], launch.calls[1:], (*launch.calls[:2], *launch.calls[3:]), launch.calls[::-1]):
-        assert lone_gradients(given, (Launch(calls),), kernel, SCALE) is None
+        assert lone_gradients(backward_inputs, (Launch(calls),), kernel, SCALE) is None
     each = lowered(mask, 1, 0, CudaFlash(OPS)).backward[0]
-    assert lone_gradients(given, each, CudaFlash(OPS), SCALE) is None
+    assert lone_gradients(backward_inputs, each, CudaFlash(OPS), SCALE) is None
 
 
 @settings(deadline=None)
@@ -209,7 +209,7 @@ def test_the_first_results_of_queries_are_fresh_and_no_others(problem: Problem, 
         # a square: a large part, and the rest of the queries with all keys
         (Tile((0, 1100), (0, 1100), CAUSAL), {((0, 1088), (0, 1088), CAUSAL), ((1088, 1100), (0, 1100), CAUSAL)}),
         (Tile((7, 1031), (7, 1031), CAUSAL), {((7, 1031), (7, 1031), CAUSAL)}),
-        # keys before the square, as many as are large, and fewer
+        # keys before the square: enough for a large part, and fewer
         (
             Tile((0, 1024), (0, 2148), CAUSAL),
             {((0, 1024), (1124, 2148), CAUSAL), ((0, 1024), (0, 1088), FULL), ((0, 1024), (1088, 1124), FULL)},
@@ -229,10 +229,10 @@ def test_the_first_results_of_queries_are_fresh_and_no_others(problem: Problem, 
     ],
 )
 def test_large_tiles_are_cut_to_lengths_that_recur(tile: Tile, parts: set[tuple]) -> None:
-    found = list(split(tile, LARGE))
-    assert {(part.q, part.kv, part.relation) for part in found} == parts
+    pieces = list(split(tile, LARGE))
+    assert {(part.q, part.kv, part.relation) for part in pieces} == parts
     hidden = np.ones((5000, 5000), dtype=int)
-    for part in found:
+    for part in pieces:
         rows, keys = slice(*part.q), slice(*part.kv)
         size = part.q[1] - part.q[0], part.kv[1] - part.kv[0]
         hidden[rows, keys] -= ~hidden_pairs(part.relation, *size, torch.device("cpu")).numpy()

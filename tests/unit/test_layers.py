@@ -40,8 +40,8 @@ def test_a_record_counts_the_parameters_of_its_block(name: str, mtp_layers: int)
 def test_a_record_has_the_shapes_of_its_linear_modules(name: str) -> None:
     args = replace(MODELS[name].flavors["debugmodel"], vocab_size=96)
     modules = built(args).named_modules()
-    found = {name: tuple(x.weight.shape) for name, x in modules if isinstance(x, nn.Linear)}
-    assert args.linear_shapes() == found
+    shapes = {name: tuple(x.weight.shape) for name, x in modules if isinstance(x, nn.Linear)}
+    assert args.linear_shapes() == shapes
 
 
 def test_a_gate_is_a_second_row_for_each_channel_of_queries() -> None:

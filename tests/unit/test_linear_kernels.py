@@ -30,19 +30,19 @@ def test_they_run_on_gpus_in_half_precision(kind: tuple[str, str, int], determin
     assert runs_fla(*kind, deterministic=deterministic) is runs
 
 
-def tokens(device: str, *, of_channels: bool = False, beta: bool = True) -> Tokens:
+def tokens(device: str, *, channel_decays: bool = False, beta: bool = True) -> Tokens:
     x = torch.zeros(1, 8, 2, 16, dtype=torch.bfloat16, device=device)
-    return Tokens(x, x, x, x if of_channels else x[..., 0], x[..., 0] if beta else None, None, 1.0)
+    return Tokens(x, x, x, x if channel_decays else x[..., 0], x[..., 0] if beta else None, None, 1.0)
 
 
 def test_an_installed_package_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not with fake tensors, of which a plan of memory is made, and not for what it has no kernel for."""
+    """Except for fake tensors, with which memory is planned, and for inputs that have no kernel in the package."""
     monkeypatch.setattr(linear_kernels, "_has_package", lambda: True)
     monkeypatch.setattr(linear_kernels, "runs_fla", lambda *_, deterministic: not deterministic)
     assert linear_kernels.runs_kernels(tokens("cpu"))
-    assert linear_kernels.runs_kernels(tokens("cpu", of_channels=True))
+    assert linear_kernels.runs_kernels(tokens("cpu", channel_decays=True))
     assert linear_kernels.runs_kernels(tokens("cpu", beta=False))
-    assert not linear_kernels.runs_kernels(tokens("cpu", of_channels=True, beta=False))
+    assert not linear_kernels.runs_kernels(tokens("cpu", channel_decays=True, beta=False))
     with FakeTensorMode():
         assert not linear_kernels.runs_kernels(tokens("cpu"))
 

@@ -63,7 +63,7 @@ def test_what_is_told_of_several_prompts_names_each_of_them(folder: Path) -> Non
     """They are continued one by one, because each text has frequencies for its own length."""
     _, job = checked([str(folder)])
     process = Process.from_environment()
-    told: list[tuple[int, int, int]] = []
+    reported: list[tuple[int, int, int]] = []
     read: list[tuple[int, ...]] = []
     with process_group(process, job.config.comm):
         model, dims = loaded_model(job, process.device)
@@ -71,9 +71,9 @@ def test_what_is_told_of_several_prompts_names_each_of_them(folder: Path) -> Non
             tokens=2,
             sampling=Sampling(temperature=0),
             seed=0,
-            on_token=lambda prompt, token, logits: told.append((prompt, token, int(logits.argmax()))),
+            on_token=lambda prompt, token, logits: reported.append((prompt, token, int(logits.argmax()))),
             on_prompt=lambda start, logits: read.append((start, *logits.shape[:2])),
         )
         texts = generate(model, job, dims, [[1, 2, 3], [4, 5]], how)
-    assert told == [(number, token, token) for number, text in enumerate(texts) for token in text]
+    assert reported == [(number, token, token) for number, text in enumerate(texts) for token in text]
     assert read == [(0, 1, 3), (0, 1, 2)]

@@ -1,4 +1,4 @@
-"""Laws of adapters: what cannot work is one sentence, and memory and FLOPs are those of what is trained."""
+"""Laws of adapters: each refusal is one sentence, and memory and FLOPs count the trained parameters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +182,7 @@ def test_a_part_of_tokens_and_features_has_the_factors_of_the_whole() -> None:
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 def test_a_forward_without_adapters_is_that_of_the_frozen_weights(family: str) -> None:
-    """And one with them is that of the merged weights."""
+    """A forward with adapters equals the merged weights."""
     args = replace(FLAVORS["debugmodel"], experts=ExpertArgs(4, 2, 48)) if family == "qwen3_moe" else None
     modules = ("wq", "w13", "w2") if args else ()
     plain, adapted = (model_with(LoRA(rank=rank, modules=modules), args) for rank in (0, 4))

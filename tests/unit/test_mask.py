@@ -154,8 +154,8 @@ def test_rows_come_out_as_they_went_in(data: st.DataObject, q_len: int, kv_len: 
 
 
 @given(st.integers(1, 9), st.integers(0, 9))
-def test_a_relation_counts_its_pairs(n: int, more: int):
-    m = n + more
+def test_a_relation_counts_its_pairs(n: int, extra: int):
+    m = n + extra
     i, j = np.arange(n)[:, None], np.arange(m)[None, :]
     dense = {
         Relation.FULL: np.ones((n, m), dtype=bool),

@@ -27,7 +27,7 @@ def model_of(family: str, flavor: str = "tiny", **changes: object) -> nn.Module:
         return model_spec(family).build(SHAPES[family][flavor])
 
 
-def found(model: nn.Module, **how: bool) -> Mapping[str, tuple[Ranges, ...]]:
+def matrices_by_name(model: nn.Module, **how: bool) -> Mapping[str, tuple[Ranges, ...]]:
     matrices = matrices_of([model], **how)
     return {name: matrices[p] for name, p in model.named_parameters() if p in matrices}
 
@@ -35,9 +35,9 @@ def found(model: nn.Module, **how: bool) -> Mapping[str, tuple[Ranges, ...]]:
 @pytest.mark.parametrize(("family", "flavor"), CASES)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_each_parameter_of_a_family_is_in_one_group(family: str, flavor: str, per_head: bool) -> None:
-    """Each row of a matrix belongs to one, and what is no matrix is a vector or one of the known others."""
+    """Each row of a matrix belongs to one group; other parameters are vectors or known exceptions."""
     model = model_of(family, flavor)
-    matrices = found(model, per_head=per_head)
+    matrices = matrices_by_name(model, per_head=per_head)
     for name, parameter in model.named_parameters():
         if name in matrices:
             rows = sorted(part for matrix in matrices[name] for part in matrix)
@@ -54,13 +54,17 @@ def test_each_parameter_of_a_family_is_in_one_group(family: str, flavor: str, pe
 def test_the_job_counts_what_is_found(family: str, flavor: str) -> None:
     """By name and size, before PyTorch is imported."""
     model = model_of(family, flavor)
-    of_model = {name.removesuffix(".weight"): p.numel() for name, p in model.named_parameters() if name in found(model)}
-    assert matrix_sizes(SHAPES[family][flavor]) == of_model
+    sizes = {
+        name.removesuffix(".weight"): p.numel()
+        for name, p in model.named_parameters()
+        if name in matrices_by_name(model)
+    }
+    assert matrix_sizes(SHAPES[family][flavor]) == sizes
 
 
 def test_a_matrix_is_divided_by_what_its_rows_are() -> None:
     args = SHAPES["qwen3_next"]["tiny"]
-    matrices, linear = found(model_of("qwen3_next")), args.linear
+    matrices, linear = matrices_by_name(model_of("qwen3_next")), args.linear
     (name,) = {name for name in matrices if name.endswith("0.attention.in_qkvz.weight")}
     queries, keys, values, gates = matrices[name]
     shared = linear.value_heads // linear.key_heads
@@ -73,11 +77,11 @@ def test_a_matrix_is_divided_by_what_its_rows_are() -> None:
     assert len(matrices[next(name for name in matrices if name.endswith("experts.w2"))]) == args.experts.number
     gated = next(name for name in matrices if name.endswith("wq.weight"))
     assert [size(rows) for rows in matrices[gated]] == [args.n_heads * args.head_dim] * 2
-    apart = found(model_of("qwen3_next"), per_head=True)
+    apart = matrices_by_name(model_of("qwen3_next"), per_head=True)
     assert {size(rows) for rows in apart[gated]} == {args.head_dim}
     assert len(apart[gated]) == 2 * args.n_heads
     latent = SHAPES["deepseek_v3"]["tiny"].latent
-    up = next(rows for name, rows in found(model_of("deepseek_v3")).items() if name.endswith("wkv_b.weight"))
+    up = next(rows for name, rows in matrices_by_name(model_of("deepseek_v3")).items() if name.endswith("wkv_b.weight"))
     assert up[0][0] == (0, latent.nope_dim)
     assert up[1][0] == (latent.nope_dim, latent.nope_dim + latent.value_dim)
 
@@ -95,16 +99,16 @@ def test_a_module_of_another_kind_must_say_what_it_has() -> None:
     for names, wanted in ((("mixing",), {"0.weight", "1.mixing"}), ((), {"0.weight"})):
         Other.muon_matrices = names
         try:
-            assert set(found(model)) == wanted
+            assert set(matrices_by_name(model)) == wanted
         finally:
             del Other.muon_matrices
 
 
 def test_a_tied_matrix_an_adapter_and_what_is_frozen_are_none() -> None:
-    assert not any("tok_embeddings" in name for name in found(model_of("llama3", "tiny_tied")))
+    assert not any("tok_embeddings" in name for name in matrices_by_name(model_of("llama3", "tiny_tied")))
     model = model_of("llama3")
     apply_lora(model, LoRA(rank=2))
-    assert found(model) == {}
+    assert matrices_by_name(model) == {}
 
 
 def test_a_shared_parameter_is_a_matrix_everywhere_or_nowhere() -> None:

@@ -1,4 +1,4 @@
-"""Laws of token files of Megatron-LM: a pair is read as it is, or refused by what is wrong in it."""
+"""Laws of token files of Megatron-LM: a pair is read as it is, or refused with the fault that it has."""
 
 from itertools import chain
 from pathlib import Path

@@ -51,17 +51,17 @@ def test_a_lone_result_in_another_order_is_brought_into_that_of_sums() -> None:
 @pytest.mark.parametrize("first", [[(0, S)], [(0, 2), (2, S)]], ids=["one tile", "two tiles"])
 def test_later_tiles_merge_as_they_do_into_filled_memory(dtype: torch.dtype, first: list[tuple[int, int]]) -> None:
     """The first stage in one tile, which is kept as it is, or in two, which are copied: the same bits."""
-    (out, lse), (more, more_lse) = part(S, 5, dtype), part(4, 3, dtype, seed=1)
+    (out, lse), (later, more_lse) = part(S, 5, dtype), part(4, 3, dtype, seed=1)
     total = Merged(torch.empty(B, H, S, D, dtype=dtype))
     for start, stop in first:
         total.add(HEADS, slice(start, stop), out[:, :, start:stop], lse[:, :, start:stop], fresh=True)
-    total.add(HEADS, slice(2, S), more, more_lse, fresh=False)
+    total.add(HEADS, slice(2, S), later, more_lse, fresh=False)
     got, got_lse = total.result
     wide = torch.promote_types(dtype, torch.float32)
     assert got.dtype == got_lse.dtype == wide
     assert torch.equal(got[:, :, :2], out[:, :, :2].to(wide))
     weights = torch.stack([lse[:, :, 2:], more_lse]).softmax(0).to(wide)
-    wanted = weights[0, ..., None] * out[:, :, 2:].to(wide) + weights[1, ..., None] * more.to(wide)
+    wanted = weights[0, ..., None] * out[:, :, 2:].to(wide) + weights[1, ..., None] * later.to(wide)
     torch.testing.assert_close(got[:, :, 2:], wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got_lse[:, :, 2:], torch.logaddexp(lse[:, :, 2:], more_lse))
 
@@ -86,7 +86,7 @@ def test_queries_without_keys_are_zero() -> None:
 
 
 def case(dtype: torch.dtype, rows: slice, heads: slice, device: str = "cpu") -> list[torch.Tensor]:
-    """Totals, of which every third query saw no key yet, and a part of them."""
+    """Return totals, in which every third query saw no key yet, and a part to merge."""
     (total, total_lse), (out, lse) = part(S, 5, torch.promote_types(dtype, torch.float32)), part(S, 3, dtype, seed=1)
     total[:, :, ::3], total_lse[:, :, ::3] = 0, -torch.inf
     return [x.to(device) for x in (total, total_lse, out[:, heads, rows], lse[:, heads, rows])]
@@ -129,8 +129,8 @@ def test_operators_and_bytes_of_a_merge() -> None:
     total, total_lse, out, lse = case(torch.bfloat16, ALL, HEADS)
     with Log():
         merging.merge_eagerly(total, total_lse, out, lse)
-    of_output = {name: size / out.numel() for name, size in seen if size}
-    assert of_output == {"mul_": 4 + 4, "addcmul_": 4 + 2 + 4}
+    bytes_by_operator = {name: size / out.numel() for name, size in seen if size}
+    assert bytes_by_operator == {"mul_": 4 + 4, "addcmul_": 4 + 2 + 4}
     assert len(seen) == 2 + 6
 
 

@@ -31,13 +31,13 @@ def branches(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_nothing_branches_on_the_name_of_a_method() -> None:
-    found = [
+    places = [
         f"{path}:{node.lineno}"
         for path in PROGRAM
         if not path.startswith(KNOW_NAMES)
         for node in branches(ast.parse((ROOT / path).read_text()))
     ]
-    assert found == []
+    assert places == []
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,12 @@ def loader(weights=WEIGHTS, *, names: str = "abc", r: int = 0, d: int = 1, n: in
 
 def rows(batches) -> list[tuple]:
     """Each sample with the number of its source, which its tokens must be of."""
-    found = []
+    samples = []
     for batch in batches:
         for i, source in enumerate(batch["sources"].tolist()):
             assert set((batch["tokens"][i] // 10**6).tolist()) == {source + 1}
-            found.append((source, *(tuple(batch[key][i].tolist()) for key in KEYS)))
-    return found
+            samples.append((source, *(tuple(batch[key][i].tolist()) for key in KEYS)))
+    return samples
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_each_source_has_its_share_at_any_time_in_the_whole_and_in_each_stream(w
         surplus = np.cumsum(sources == source) - share * np.arange(1, number + 1)
         assert abs(surplus).max() < 5
         for stream in range(n):
-            mine = sources[stream::n] == source
-            assert abs(mine.sum() - share * len(mine)) < 5
+            is_source = sources[stream::n] == source
+            assert abs(is_source.sum() - share * len(is_source)) < 5
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -73,8 +73,8 @@ def test_sample_i_of_the_run_is_of_source_i_of_the_sequence(n: int) -> None:
 
 def test_a_weight_of_zero_is_no_sample() -> None:
     for weights in ((0, 1, 0, 1, 0), (0, 1), (1, 0)):
-        found = Counter(source_of_sample(sample, ends_of(weights)) for sample in range(10_000))
-        assert set(found) == {source for source, weight in enumerate(weights) if weight}
+        counts = Counter(source_of_sample(sample, ends_of(weights)) for sample in range(10_000))
+        assert set(counts) == {source for source, weight in enumerate(weights) if weight}
 
 
 @settings(deadline=None, max_examples=20)
@@ -93,16 +93,16 @@ def test_weights_may_change_at_a_resume_and_each_source_continues_where_it_was()
     assert Counter(source for source, *_ in after)[0] == 0
     whole = loader((0, 1, 0))  # all of source 1, in the order of each stream
     wanted = rows(islice(iter(whole), 400))
-    found = [row for row in before + after if row[0] == 1]
+    read_rows = [row for row in before + after if row[0] == 1]
     for stream in range(4):
-        of_stream = [row for i, row in enumerate(wanted) if i % 4 == stream]
-        mine = [row for row in found if row in of_stream]
-        assert mine == of_stream[: len(mine)]
-        assert len(mine) > 5
+        expected = [row for i, row in enumerate(wanted) if i % 4 == stream]
+        stream_rows = [row for row in read_rows if row in expected]
+        assert stream_rows == expected[: len(stream_rows)]
+        assert len(stream_rows) > 5
 
 
 def test_an_epoch_of_a_source_has_each_document_once_whatever_the_others_do() -> None:
-    tokens = [token for source, found, *_ in rows(islice(iter(loader(n=1)), 900)) if source == 1 for token in found]
+    tokens = [token for source, ids, *_ in rows(islice(iter(loader(n=1)), 900)) if source == 1 for token in ids]
     size = len(set(tokens))
     assert len(tokens) > 2 * size
     assert len(set(tokens[:size])) == len(set(tokens[size : 2 * size])) == size
@@ -114,7 +114,7 @@ def test_positions_count_samples_and_passes_of_each_source() -> None:
     positions = positions_of(one.state_dict(), "abc")
     assert [samples for samples, _ in positions] == [seen[0], seen[1], seen[2]]
     parts = [stream.parts.values() for stream in one._streams.values()]
-    wanted = [sum(part.passes for part in of_source) for of_source in zip(*parts, strict=True)]
+    wanted = [sum(part.passes for part in source_parts) for source_parts in zip(*parts, strict=True)]
     assert [passes for _, passes in positions] == pytest.approx(wanted, abs=0.3)
 
 
@@ -159,15 +159,17 @@ def test_what_makes_tokens_of_the_data_is_recognised(tmp_path):
         one = partial(opened, mixture=mixture)
         states = one().state_dict()
         one(seq_len=32).load_state_dict(states)
-        told = told_by(one(str(other)).load_state_dict, states)
-        assert told.startswith(f"{source}the tokenizer (model.tokenizer_path) is not the tokenizer of the checkpoint")
-        told = told_by(one(dataset_text_field="body").load_state_dict, states)
-        assert told.startswith(f"{source}training.dataset_text_field is another one than in the checkpoint, so that")
+        message = told_by(one(str(other)).load_state_dict, states)
+        assert message.startswith(
+            f"{source}the tokenizer (model.tokenizer_path) is not the tokenizer of the checkpoint"
+        )
+        message = told_by(one(dataset_text_field="body").load_state_dict, states)
+        assert message.startswith(f"{source}training.dataset_text_field is another one than in the checkpoint, so that")
         for packing, other_packing in (("best_fit", "pad"), ("pad", "best_fit")):
             states = one(packing=packing).state_dict()
             one(packing=other_packing).load_state_dict(states)
-            told = told_by(one(packing=packing, seq_len=32).load_state_dict, states)
-            assert told.startswith(
+            message = told_by(one(packing=packing, seq_len=32).load_state_dict, states)
+            assert message.startswith(
                 f"{source}training.seq_len = 32 is not the 16 of the checkpoint, and its training.pac"
             )
 
@@ -182,8 +184,8 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def arguments(data: Path, **given: str) -> list[str]:
-    chosen = {"names": "web code", "paths": f"{data}/web.jsonl {data}/code.jsonl", "weights": "3 1"} | given
+def arguments(data: Path, **changes: str) -> list[str]:
+    chosen = {"names": "web code", "paths": f"{data}/web.jsonl {data}/code.jsonl", "weights": "3 1"} | changes
     words = [[f"--mixture.{key}", *words.split()] for key, words in chosen.items() if words]
     return ["--training.dataset=jsonl", *(word for option in words for word in option)]
 
@@ -201,7 +203,7 @@ def test_a_mixture_is_said(data: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "more", "part"),
+    ("changes", "options", "part"),
     [
         ({"weights": "1"}, (), "mixture.weights = [1.0] lists 1, and mixture.names = ['web', 'code'] lists 2"),
         ({"weights": ""}, (), "mixture.weights = [] lists 0"),
@@ -221,6 +223,6 @@ def test_a_mixture_is_said(data: Path) -> None:
         ({}, ("--training.dataset=python_stdlib",), "'python_stdlib' is no kind of data that mixture.paths can name"),
     ],
 )
-def test_a_wrong_mixture_is_refused(data: Path, given: dict[str, str], more: tuple[str, ...], part: str) -> None:
-    words = arguments(data, **given)
-    assert part in refusal(*(words[1:] if "dataset=" in str(more) else words), *more)
+def test_a_wrong_mixture_is_refused(data: Path, changes: dict[str, str], options: tuple[str, ...], part: str) -> None:
+    words = arguments(data, **changes)
+    assert part in refusal(*(words[1:] if "dataset=" in str(options) else words), *options)

@@ -41,9 +41,9 @@ def reference_logits(model: Transformer, tokens: torch.Tensor, positions: torch.
             q, k, v = (a @ w[f"{layer}attention.{name}.weight"].T for name in ("wq", "wk", "wv"))
             heads = []
             for h in range(args.n_heads):
-                mine = slice(h * args.head_dim, (h + 1) * args.head_dim)
+                own_columns = slice(h * args.head_dim, (h + 1) * args.head_dim)
                 shared = slice(h // group * args.head_dim, (h // group + 1) * args.head_dim)
-                scores = rotate(q[:, mine]) @ rotate(k[:, shared]).T / math.sqrt(args.head_dim)
+                scores = rotate(q[:, own_columns]) @ rotate(k[:, shared]).T / math.sqrt(args.head_dim)
                 scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
                 heads.append(scores.softmax(-1) @ v[:, shared])
             x = x + torch.cat(heads, -1) @ w[layer + "attention.wo.weight"].T

@@ -63,17 +63,17 @@ def model(args: TransformerArgs = ARGS) -> Transformer:
 @pytest.mark.parametrize("documents", [1, 4])
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_targets_are_further_labels_of_the_same_document(length: int, documents: int) -> None:
-    given = batch(3, length, documents, seed=length)
-    given |= further_targets(given["tokens"], given["labels"], given["document_ids"], 3)
+    tensors = batch(3, length, documents, seed=length)
+    tensors |= further_targets(tensors["tokens"], tensors["labels"], tensors["document_ids"], 3)
     counted = 0
     for row in range(3):
         for i in range(length):
             for k in range(3):
-                j, label = i + k + 1, int(given["next_labels"][row, i, k])
-                within = j < length and given["document_ids"][row, j] == given["document_ids"][row, i]
-                assert label == (int(given["labels"][row, j]) if within else IGNORE_INDEX)
+                j, label = i + k + 1, int(tensors["next_labels"][row, i, k])
+                within = j < length and tensors["document_ids"][row, j] == tensors["document_ids"][row, i]
+                assert label == (int(tensors["labels"][row, j]) if within else IGNORE_INDEX)
                 if within:
-                    assert given["next_tokens"][row, i, k] == given["tokens"][row, j]
+                    assert tensors["next_tokens"][row, i, k] == tensors["tokens"][row, j]
                 counted += label != IGNORE_INDEX
     assert counted > 0 or length < 3
 
@@ -85,7 +85,7 @@ def by_hand(made: Transformer, tokens: torch.Tensor, next_tokens: torch.Tensor) 
         return x / (x.square().mean(-1, keepdim=True) + made.args.norm_eps).sqrt() * weight
 
     h = made(tokens)
-    found = [h]
+    states = [h]
     table = made._freqs_cis(tokens, None, None)[None]
     for k in range(made.args.mtp_layers):
         number = str(made.args.n_layers + k)
@@ -94,42 +94,42 @@ def by_hand(made: Transformer, tokens: torch.Tensor, next_tokens: torch.Tensor) 
         right = rms(h, layer.hidden_norm.weight) @ layer.projection.weight[:, 32:].T
         block = super(type(layer), layer).forward
         h = rms(block(left + right, table), made.mtp_norms[number].weight)
-        found.append(h)
-    return found
+        states.append(h)
+    return states
 
 
 def test_a_layer_sees_the_next_token_and_the_hidden_states_before_it() -> None:
-    made, given = model(), batch(2, 12, 1, seed=1)
+    made, inputs = model(), batch(2, 12, 1, seed=1)
     with torch.no_grad():
         for name, x in made.named_parameters():
             if "norm" in name:
                 nn.init.normal_(x, 1.0, 0.5)
-    given |= further_targets(given["tokens"], given["labels"], given["document_ids"], 2)
-    found = made(given["tokens"], next_tokens=given["next_tokens"]).chunk(3)
-    for mine, theirs in zip(found, by_hand(made, given["tokens"], given["next_tokens"]), strict=True):
-        assert (mine - theirs).norm() <= 1e-13 * theirs.norm()
+    inputs |= further_targets(inputs["tokens"], inputs["labels"], inputs["document_ids"], 2)
+    states = made(inputs["tokens"], next_tokens=inputs["next_tokens"]).chunk(3)
+    for ours, theirs in zip(states, by_hand(made, inputs["tokens"], inputs["next_tokens"]), strict=True):
+        assert (ours - theirs).norm() <= 1e-13 * theirs.norm()
     # Token i + k changes what the k-th layer has at i, and nothing before.
-    changed = given["next_tokens"].clone()
+    changed = inputs["next_tokens"].clone()
     changed[:, 5, 1] += 1
-    other = made(given["tokens"], next_tokens=changed % 40).chunk(3)
-    assert torch.equal(other[0], found[0])
-    assert torch.equal(other[1], found[1])
-    assert torch.equal(other[2][:, :5], found[2][:, :5])
-    assert not torch.allclose(other[2][:, 5], found[2][:, 5])
-    assert torch.equal(made(given["tokens"]), found[0])
+    other = made(inputs["tokens"], next_tokens=changed % 40).chunk(3)
+    assert torch.equal(other[0], states[0])
+    assert torch.equal(other[1], states[1])
+    assert torch.equal(other[2][:, :5], states[2][:, :5])
+    assert not torch.allclose(other[2][:, 5], states[2][:, 5])
+    assert torch.equal(made(inputs["tokens"]), states[0])
 
 
 @pytest.mark.parametrize(("chunked", "in_forward"), [(False, False), (True, True), (True, False)])
 def test_gradients_are_those_of_the_sum_and_the_loss_is_the_models(chunked: bool, in_forward: bool) -> None:
-    made, given = model(), batch(2, 12, 3, seed=2)
+    made, inputs = model(), batch(2, 12, 3, seed=2)
     add = further_tokens(weight=0.5)
-    given |= further_targets(given["tokens"], given["labels"], given["document_ids"], 2)
-    labels = [given["labels"], *given["next_labels"].unbind(-1)]
+    inputs |= further_targets(inputs["tokens"], inputs["labels"], inputs["document_ids"], 2)
+    labels = [inputs["labels"], *inputs["next_labels"].unbind(-1)]
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad(loss, list(made.parameters())))
 
-    hidden = made(given["tokens"], next_tokens=given["next_tokens"])
+    hidden = made(inputs["tokens"], next_tokens=inputs["next_tokens"])
     with mock.patch.object(torch, "mm", wraps=torch.mm) as products:
         if chunked:
             chunks = Chunks(5, in_forward=in_forward, factors=add.factors)
@@ -140,19 +140,19 @@ def test_gradients_are_those_of_the_sum_and_the_loss_is_the_models(chunked: bool
         add.count(every, torch.stack(labels))
         losses = first_losses(every, (1.0,) * 3 if chunked else add.factors)
         before = products.call_count
-        found = gradients(losses.sum() / 7)
+        ours = gradients(losses.sum() / 7)
         assert products.call_count == before or (chunked and not in_forward)  # no logits are computed again
-    main = token_losses(made.output(made(given["tokens"])), labels[0])
+    main = token_losses(made.output(made(inputs["tokens"])), labels[0])
     assert torch.allclose(losses, main, rtol=1e-13)
-    theirs = by_hand(made, given["tokens"], given["next_tokens"])
+    theirs = by_hand(made, inputs["tokens"], inputs["next_tokens"])
     wanted = [token_losses(made.output(h), y).sum() for h, y in zip(theirs, labels, strict=True)]
-    for mine, other in zip(found, gradients((wanted[0] + 0.25 * (wanted[1] + wanted[2])) / 7), strict=True):
-        assert (mine - other).norm() <= 1e-12 * other.norm()
+    for gradient, other in zip(ours, gradients((wanted[0] + 0.25 * (wanted[1] + wanted[2])) / 7), strict=True):
+        assert (gradient - other).norm() <= 1e-12 * other.norm()
     add.end_step(torch.zeros(()))
     with mock.patch("trainer.tasks.further_tokens.all_reduce", side_effect=lambda x, _: x):
-        told, again = add.record({}), add.record({})
+        record, again = add.record({}), add.record({})
     means = [loss.item() / int((y != IGNORE_INDEX).sum()) for loss, y in zip(wanted, labels, strict=True)]
-    assert told == pytest.approx({"mtp_loss_1": means[1], "mtp_loss_2": means[2]})
+    assert record == pytest.approx({"mtp_loss_1": means[1], "mtp_loss_2": means[2]})
     assert again == {}
 
 
@@ -182,12 +182,12 @@ def test_weights_go_to_the_published_names_and_back(tmp_path: Path, family: str,
     made = model(args)
     write_here(tmp_path / "ours", family, args, made)
     files = whole_folder(tmp_path / "ours")
-    of_layer = {name.removeprefix(begin): x for name, x in files.items() if name.startswith(begin)}
-    assert {f"{name}.weight" for name in own} <= of_layer.keys()
+    layer_files = {name.removeprefix(begin): x for name, x in files.items() if name.startswith(begin)}
+    assert {f"{name}.weight" for name in own} <= layer_files.keys()
     layer = made.layers[str(args.n_layers)]
-    assert torch.equal(of_layer[f"{own[2]}.weight"], layer.projection.weight)
+    assert torch.equal(layer_files[f"{own[2]}.weight"], layer.projection.weight)
     inner = "layers.0." if family == "qwen3_next" else ""
-    assert torch.equal(of_layer[f"{inner}self_attn.o_proj.weight"], layer.attention.wo.weight)
+    assert torch.equal(layer_files[f"{inner}self_attn.o_proj.weight"], layer.attention.wo.weight)
     # Published folders repeat there what the layer shares.
     shared = {} if inner else {f"{begin}embed_tokens.weight": "model.embed_tokens.weight"}
     shared |= {} if inner else {f"{begin}shared_head.head.weight": "lm_head.weight"}
@@ -210,8 +210,8 @@ def test_a_folder_without_them_starts_them_anew(tmp_path: Path) -> None:
     assert not HFReader(HFFolder(tmp_path), hf_model(model_spec(family), args)).lacks_further
     # One tensor of a layer alone is no layer.
     (file,) = tmp_path.glob("*.safetensors")
-    more = {f"model.layers.{args.n_layers}.eh_proj.weight": torch.zeros(args.dim, 2 * args.dim)}
-    save_file(load_file(file) | more, file, metadata={"format": "pt"})
+    surplus = {f"model.layers.{args.n_layers}.eh_proj.weight": torch.zeros(args.dim, 2 * args.dim)}
+    save_file(load_file(file) | surplus, file, metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=rf"there is no model\.layers\.{args.n_layers}\..* and \d+ more"):
         HFReader(HFFolder(tmp_path), hf_model(model_spec(family), replace(args, mtp_layers=1)))
 
@@ -261,8 +261,8 @@ def test_shapes_are_those_of_deepseek_v3() -> None:
     shapes = hf_model(model_spec("deepseek_v3"), args).shapes()
     for name, shape in PUBLISHED.items():
         assert shapes[f"model.layers.61.{name}"] == shape
-    of_layer = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.61."))
-    assert of_layer == args.n_params() - flavors["V3"].n_params() + 256  # biases for the choice are no parameters
+    layer_size = sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith("model.layers.61."))
+    assert layer_size == args.n_params() - flavors["V3"].n_params() + 256  # biases for the choice are no parameters
 
 
 @pytest.mark.parametrize(
@@ -279,15 +279,21 @@ def test_settings_that_cannot_be(arguments: list[str], message: str) -> None:
 
 
 def test_a_family_without_them_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["--model.mtp_layers=1", "--job.imports", "examples.toy_family", "--model.name=toy", "--model.flavor=toy"]
+    settings = [
+        "--model.mtp_layers=1",
+        "--job.imports",
+        "examples.toy_family",
+        "--model.name=toy",
+        "--model.flavor=toy",
+    ]
     with pytest.raises(ConfigError, match=r"model\.mtp_layers = 1: model\.name = 'toy' has no layers"):
-        resolve(parse_command_line(given).config, 1, "cpu")
+        resolve(parse_command_line(settings).config, 1, "cpu")
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_pipeline_has_them_behind_the_norm(degree: int) -> None:
-    given = ["--model.mtp_layers=2", f"--parallelism.pipeline_parallel_degree={degree}"]
-    given += ["--training.local_batch_size=8"]
-    stages = resolve(parse_command_line(given).config, degree, "cpu").pipeline.stages
+    settings = ["--model.mtp_layers=2", f"--parallelism.pipeline_parallel_degree={degree}"]
+    settings += ["--training.local_batch_size=8"]
+    stages = resolve(parse_command_line(settings).config, degree, "cpu").pipeline.stages
     assert stages[-1][-4:] == ("norm", "output", "layers.4", "layers.5")
     assert [name for stage in stages for name in stage].count("layers.4") == 1

@@ -44,9 +44,9 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 )
 def test_rows_are_the_mean_and_all_else_is_as_before(tmp_path: Path, rows: int, wanted: int) -> None:
     """Spare rows are used; added ones keep the factor by which tensor parallelism divides them."""
-    given, made = folder_with(tmp_path / "given", rows), tmp_path / "made"
-    assert main(["add-tokens", str(given), str(made), "--tokens", *TOKENS]) == 0
-    before, after = weights(given), weights(made)
+    source, made = folder_with(tmp_path / "given", rows), tmp_path / "made"
+    assert main(["add-tokens", str(source), str(made), "--tokens", *TOKENS]) == 0
+    before, after = weights(source), weights(made)
     assert before.keys() == after.keys()
     for name, x in before.items():
         if name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -59,15 +59,15 @@ def test_rows_are_the_mean_and_all_else_is_as_before(tmp_path: Path, rows: int, 
     tokenizer = AutoTokenizer.from_pretrained(made)
     assert tokenizer.convert_tokens_to_ids(TOKENS) == [314, 315]
     assert tokenizer("the <|tool|>fox")["input_ids"].count(314) == 1
-    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(given).chat_template
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(source).chat_template
     model = AutoModelForCausalLM.from_pretrained(made)
     assert model.get_input_embeddings().weight.shape[0] == model.config.vocab_size == wanted
 
 
 def test_a_job_trains_them(tmp_path: Path) -> None:
     """The tokenizer of the folder has them, and a text of a chat template too."""
-    given, made = folder_with(tmp_path / "given", 314), tmp_path / "made"
-    assert main(["add-tokens", str(given), str(made), "--tokens", *TOKENS]) == 0
+    source, made = folder_with(tmp_path / "given", 314), tmp_path / "made"
+    assert main(["add-tokens", str(source), str(made), "--tokens", *TOKENS]) == 0
     settings = [f"--model.path={made}", "--lora.rank=2", "--lora.whole", "tok_embeddings", "output"]
     job = resolve(parse_command_line([*settings, "--lora.modules", "wq"]).config, 1, "cpu")
     assert job.model.vocab_size == 316
@@ -76,8 +76,8 @@ def test_a_job_trains_them(tmp_path: Path) -> None:
 
 
 def test_tied_rows_are_one(tmp_path: Path) -> None:
-    given, made = folder_with(tmp_path / "given", 314, tied=True), tmp_path / "made"
-    assert main(["add-tokens", str(given), str(made), "--tokens", *TOKENS]) == 0
+    source, made = folder_with(tmp_path / "given", 314, tied=True), tmp_path / "made"
+    assert main(["add-tokens", str(source), str(made), "--tokens", *TOKENS]) == 0
     assert "lm_head.weight" not in weights(made)
     settings = [f"--model.path={made}", "--lora.rank=2", "--lora.whole", "output", "--lora.modules", "wq"]
     job = resolve(parse_command_line(settings).config, 1, "cpu")
@@ -95,23 +95,23 @@ def test_tied_rows_are_one(tmp_path: Path) -> None:
 def test_what_is_no_new_token_is_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture, tokens: list[str], said: str
 ) -> None:
-    given = folder_with(tmp_path / "given", 314)
-    assert lct(["convert", "add-tokens", str(given), str(tmp_path / "made"), "--tokens", *tokens]) == 2
+    source = folder_with(tmp_path / "given", 314)
+    assert lct(["convert", "add-tokens", str(source), str(tmp_path / "made"), "--tokens", *tokens]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
 
 def test_a_folder_without_a_tokenizer_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    given = folder_with(tmp_path / "given", 314)
-    (given / "tokenizer.json").unlink()
-    assert lct(["convert", "add-tokens", str(given), str(tmp_path / "made"), "--tokens", *TOKENS]) == 2
+    source = folder_with(tmp_path / "given", 314)
+    (source / "tokenizer.json").unlink()
+    assert lct(["convert", "add-tokens", str(source), str(tmp_path / "made"), "--tokens", *TOKENS]) == 2
     assert "has no tokenizer.json to which tokens can be added" in capsys.readouterr().err
 
 
 def test_the_settings_name_them_for_older_readers(tmp_path: Path) -> None:
-    given, made = folder_with(tmp_path / "given", 314), tmp_path / "made"
-    settings = json.loads((given / "tokenizer_config.json").read_text())
-    (given / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": {}}))
-    assert main(["add-tokens", str(given), str(made), "--tokens", *TOKENS]) == 0
+    source, made = folder_with(tmp_path / "given", 314), tmp_path / "made"
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"added_tokens_decoder": {}}))
+    assert main(["add-tokens", str(source), str(made), "--tokens", *TOKENS]) == 0
     assert json.loads((made / "tokenizer_config.json").read_text())["added_tokens_decoder"]["314"]["special"] is True
     assert AutoTokenizer.from_pretrained(made).convert_tokens_to_ids(TOKENS) == [314, 315]

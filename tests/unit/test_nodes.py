@@ -16,8 +16,8 @@ TWO = {"NNODES": "2", "MASTER_ADDR": "node-a", "NODE_RANK": "1"}
 def test_what_the_variables_mean() -> None:
     alone = Nodes.from_environment({"NNODES": "", "MASTER_PORT": " "})  # an empty variable is a missing one
     assert alone == Nodes(1, 0, "localhost", 29500, "trainer", (), socket.gethostname())
-    given = {"MASTER_PORT": "80", "RDZV_ID": "7", "NODE_NAMES": "node-a, node-b,", "SLURMD_NODENAME": "node-b"}
-    nodes = Nodes.from_environment(TWO | given)
+    variables = {"MASTER_PORT": "80", "RDZV_ID": "7", "NODE_NAMES": "node-a, node-b,", "SLURMD_NODENAME": "node-b"}
+    nodes = Nodes.from_environment(TWO | variables)
     assert nodes == Nodes(2, 1, "node-a", 80, "7", ("node-a", "node-b"), "node-b")
     assert nodes.command == "NNODES=2 MASTER_ADDR=node-a MASTER_PORT=80 RDZV_ID=7 and a NODE_RANK of its own"
     assert [nodes.named(1), replace(nodes, names=()).named(1)] == ["1 (node-b)", "1"]
@@ -27,9 +27,9 @@ def test_what_the_variables_mean() -> None:
 
 @pytest.mark.parametrize("name", ["NODE_RANK", "GROUP_RANK", "SLURM_NODEID"])
 def test_the_rank_of_a_node(name: str) -> None:
-    given = {"NNODES": "3", "MASTER_ADDR": "node-a"}
+    variables = {"NNODES": "3", "MASTER_ADDR": "node-a"}
     later = {"SLURM_NODEID": "0"} if name != "SLURM_NODEID" else {}
-    assert Nodes.from_environment(given | later | {name: "2"}).rank == 2
+    assert Nodes.from_environment(variables | later | {name: "2"}).rank == 2
     assert Nodes.from_environment({name: "2"}).rank == 0  # one node, in a job of Slurm's with more of them
 
 

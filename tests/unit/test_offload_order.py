@@ -1,8 +1,8 @@
 """The order of the copies of offloaded inputs, on a simulated device that works late and in random order.
 
-Kernels and copies read and write memory when they are carried out, not when they are queued. A stream runs in order,
-streams run against each other as chance has it, and freed memory goes to the next tensor of its stream at once, as in
-PyTorch's allocator. A value that is read before it is written, or overwritten too early, is seen where it is used.
+Kernels and copies read and write memory when they run, not when they are queued. A stream runs in order, and streams
+interleave at random. As in PyTorch's allocator, freed memory goes to the next tensor of its stream at once. The test
+sees a value that is read before it is written, or overwritten too early, where it is used.
 """
 
 import random
@@ -171,13 +171,13 @@ def forward(
     device.kernel(x, (batch, 0))
     for layer in range(layers):
         how = {"is_first": layer == 0, "to_host": layer < to_host}
-        of_layer = [chains[0].keep(x, **how)]
+        layer_kept = [chains[0].keep(x, **how)]
         for name, chain in zip(RESULTS, chains[1:], strict=True):
             result = Tensor(device)
             device.kernel(result, (batch, layer, name), x, (batch, layer))
-            of_layer.append(chain.keep(result, **how))
+            layer_kept.append(chain.keep(result, **how))
             del result
-        kept.append(tuple(of_layer))
+        kept.append(tuple(layer_kept))
         between, y = Tensor(device), Tensor(device)
         device.kernel(between, "activations", x, (batch, layer))
         device.kernel(y, (batch, layer + 1), between, "activations")
@@ -284,7 +284,7 @@ class StreamOfTheBeginning(SimulatedCopies):
 
 
 class StreamOfTheMoment(SimulatedCopies):
-    """Another one than that of the memory."""
+    """Lets the current stream wait, in place of the stream of the memory."""
 
     def wait(self, copied: tuple[Stream, Event]) -> None:
         self.simulated.current().wait_event(copied[1])

@@ -12,13 +12,13 @@ from trainer.stores.state import states_of
 
 
 def test_the_z_loss_needs_chunks_where_ranks_divide_the_vocabulary() -> None:
-    given = ["--training.z_loss=0.1", "--parallelism.tensor_parallel_degree=2"]
+    settings = ["--training.z_loss=0.1", "--parallelism.tensor_parallel_degree=2"]
     with pytest.raises(
         ConfigError, match=r"training\.z_loss = 0\.1 needs the loss in chunks .* use training\.loss_chunk"
     ):
-        _ = resolve(parse_command_line(given).config, 2, "cpu").loss_chunk
-    for more in ("--training.loss_chunk_tokens=64", "--parallelism.disable_loss_parallel"):
-        assert resolve(parse_command_line([*given, more]).config, 2, "cpu").loss_chunk is not None
+        _ = resolve(parse_command_line(settings).config, 2, "cpu").loss_chunk
+    for remedy in ("--training.loss_chunk_tokens=64", "--parallelism.disable_loss_parallel"):
+        assert resolve(parse_command_line([*settings, remedy]).config, 2, "cpu").loss_chunk is not None
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_tables_of_parameters_in_a_file_and_on_the_command_line(tmp_path: Path) 
 
 
 def test_adapters_are_updated_by_adamw_which_is_said() -> None:
-    given = ["--optimizer.name=Muon", "--muon.lr=0.02", "--lora.rank=4"]
+    settings = ["--optimizer.name=Muon", "--muon.lr=0.02", "--lora.rank=4"]
     job = resolve(
-        parse_command_line([*given, "--checkpoint.initial_load_path=./base"]).config, 1, "cpu", weights_checked=True
+        parse_command_line([*settings, "--checkpoint.initial_load_path=./base"]).config, 1, "cpu", weights_checked=True
     )
     assert job.config.optimizer.name == "AdamW"
     assert states_of(job.config) == states_of(job.user_config) == "AdamW"
     assert any("AdamW updates adapters (lora.rank = 4)" in note for note in job.notes)
     assert any("muon.lr = 0.02 has no effect" in note for note in job.notes)
-    assert resolve(parse_command_line(given[:2]).config, 1, "cpu").config.optimizer.name == "Muon"
+    assert resolve(parse_command_line(settings[:2]).config, 1, "cpu").config.optimizer.name == "Muon"

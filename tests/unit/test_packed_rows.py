@@ -54,12 +54,12 @@ def most_copies(degree: int, kv_heads: int, load_balancer: str) -> tuple[int, in
 @pytest.mark.parametrize(("load_balancer", "orders"), [("head_tail", 1), ("contiguous", 0)])
 def test_copies_do_not_grow_with_the_ranks(load_balancer: str, orders: int) -> None:
     """Each tensor into rows on one side and out of rows on the other; orders: from rows of ranks to the sequence."""
-    of_degrees = {degree: most_copies(degree, 8, load_balancer) for degree in (2, 4, 8)}
-    assert len(set(of_degrees.values())) == 1, of_degrees
-    forward, backward = of_degrees[8]
+    copies = {degree: most_copies(degree, 8, load_balancer) for degree in (2, 4, 8)}
+    assert len(set(copies.values())) == 1, copies
+    forward, backward = copies[8]
     assert forward == (3 + orders) + (2 + orders + 2)
-    of_the_tile = 3 * 2 + 2  # dq, dk, dv are added to totals, and dk and dv leave a common buffer
-    assert backward <= (6 + orders) + (3 + orders + 3) + of_the_tile
+    tile_copies = 3 * 2 + 2  # dq, dk, dv are added to totals, and dk and dv leave a common buffer
+    assert backward <= (6 + orders) + (3 + orders + 3) + tile_copies
 
 
 def test_copies_of_replicated_heads_are_added_up_once() -> None:

@@ -37,7 +37,7 @@ def stream_of(lengths: list[int], *, seq_len: int = 20, alone: bool = False) -> 
 
 def pieces(sequence) -> list[tuple[list[int], list[int]]]:
     """Tokens and labels of each part of a document in a sequence, whose padding must be what padding is."""
-    ids, found = sequence.document_ids, []
+    ids, parts = sequence.document_ids, []
     used = len(ids) - sequence.padding
     assert (sequence.tokens[used:] == 0).all()
     assert (sequence.labels[used:] == IGNORE_INDEX).all()
@@ -47,10 +47,10 @@ def pieces(sequence) -> list[tuple[list[int], list[int]]]:
         inside = ids == number
         if sequence.tokens[inside][0]:
             assert sequence.positions[inside].tolist() == list(range(inside.sum()))
-            found.append((sequence.tokens[inside].tolist(), sequence.labels[inside].tolist()))
-    assert len(found) == int(ids[-1]) + 1 - (sequence.padding > 0)
-    assert sum(len(tokens) for tokens, _ in found) == used
-    return found
+            parts.append((sequence.tokens[inside].tolist(), sequence.labels[inside].tolist()))
+    assert len(parts) == int(ids[-1]) + 1 - (sequence.padding > 0)
+    assert sum(len(tokens) for tokens, _ in parts) == used
+    return parts
 
 
 def an_epoch(stream: WholeStream) -> list:
@@ -68,25 +68,30 @@ def test_each_token_of_each_document_is_trained_exactly_once_an_epoch(alone: boo
     wanted = Counter((1000 * i + t, 1000 * i + t + 1) for i, length in enumerate(lengths) for t in range(1, length))
     for epoch in range(3):
         assert stream.passes == epoch
-        found = [pieces(sequence) for sequence in an_epoch(stream)]
-        assert not alone or all(len(parts) == 1 for parts in found)
-        parts = [part for sequence in found for part in sequence]
+        sequences = [pieces(sequence) for sequence in an_epoch(stream)]
+        assert not alone or all(len(parts) == 1 for parts in sequences)
+        parts = [part for sequence in sequences for part in sequence]
         trained = Counter(pair for part in parts for pair in zip(*part, strict=True) if pair[1] != IGNORE_INDEX)
         assert trained == wanted
         for i, length in enumerate(lengths):
-            mine = [tokens for tokens, _ in parts if tokens[0] // 1000 == i]
-            whole, rest = divmod(length, seq_len)
+            pieces_of_document = [tokens for tokens, _ in parts if tokens[0] // 1000 == i]
+            whole, remainder = divmod(length, seq_len)
             # A rest of one token has no label.
-            assert sorted(map(len, mine)) == sorted([seq_len] * whole + [rest] * (rest > 1)) or length < 2
+            assert (
+                sorted(map(len, pieces_of_document)) == sorted([seq_len] * whole + [remainder] * (remainder > 1))
+                or length < 2
+            )
 
 
 def test_one_document_a_sequence_comes_in_the_order_of_the_stream() -> None:
     """The pieces of a long document follow each other."""
     stream = stream_of([50, 3, 20, 41, 7], alone=True)
     order = [stream.order.item(0, place) for place in range(5)]
-    found = [pieces(sequence)[0][0] for sequence in an_epoch(stream)]
-    assert [tokens[0] // 1000 for tokens in found] == sorted((tokens[0] // 1000 for tokens in found), key=order.index)
-    assert [tokens[0] % 1000 for tokens in found if tokens[0] < 1000] == [1, 21, 41]
+    first_pieces = [pieces(sequence)[0][0] for sequence in an_epoch(stream)]
+    assert [tokens[0] // 1000 for tokens in first_pieces] == sorted(
+        (tokens[0] // 1000 for tokens in first_pieces), key=order.index
+    )
+    assert [tokens[0] % 1000 for tokens in first_pieces if tokens[0] < 1000] == [1, 21, 41]
 
 
 def test_best_fit_pads_less_than_one_document_a_sequence_and_cuts_less_than_concatenation() -> None:
@@ -146,20 +151,20 @@ def test_no_piece_is_lost_of_a_document_whose_rest_fills_up_a_sequence_before(le
     assert [len(tokens) for tokens, _ in pieces(first)] == [lengths[0], 2]
     (resumed := stream_of(lengths)).restart(stream.state)
     resumed.order = order
-    found, again = an_epoch(stream), an_epoch(resumed)
-    assert [one.tokens.tolist() for one in again] == [one.tokens.tolist() for one in found]
-    tokens = [token for sequence in (first, *found) for part, _ in pieces(sequence) for token in part]
+    sequences, again = an_epoch(stream), an_epoch(resumed)
+    assert [one.tokens.tolist() for one in again] == [one.tokens.tolist() for one in sequences]
+    tokens = [token for sequence in (first, *sequences) for part, _ in pieces(sequence) for token in part]
     assert len(tokens) == len(set(tokens)) == sum(lengths)
 
 
 def test_the_packing_of_whole_documents_may_change_at_a_resume_and_loses_nothing() -> None:
     lengths = [7, 3, 55, 12, 9, 4, 31, 18] * 3
     one = stream_of(lengths)
-    found = [one.next_sample() for _ in range(6)]
+    sequences = [one.next_sample() for _ in range(6)]
     other = stream_of(lengths, alone=True)
     other.restart(one.state)
-    found += an_epoch(other)
-    tokens = [token for sequence in found for part, _ in pieces(sequence) for token in part]
+    sequences += an_epoch(other)
+    tokens = [token for sequence in sequences for part, _ in pieces(sequence) for token in part]
     assert len(tokens) == len(set(tokens)) == sum(lengths)
 
 

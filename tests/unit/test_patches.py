@@ -22,15 +22,15 @@ OF_PYTORCH = {
 
 def imported(tree: ast.Module) -> dict[str, str]:
     """Names that a module imports, anywhere -> where they are from."""
-    found = {}
+    names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {
+            names |= {
                 a.asname or a.name.split(".")[0]: a.name if a.asname else a.name.split(".")[0] for a in node.names
             }
         elif isinstance(node, ast.ImportFrom):
-            found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-    return found
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return names
 
 
 def replaced(text: str) -> Iterator[str]:
@@ -39,14 +39,14 @@ def replaced(text: str) -> Iterator[str]:
     names = imported(tree)
 
     def whole(node: ast.expr) -> str:
-        first, _, rest = ast.unparse(node).partition(".")
-        return f"{names.get(first, first)}.{rest}".rstrip(".")
+        first, _, attribute = ast.unparse(node).partition(".")
+        return f"{names.get(first, first)}.{attribute}".rstrip(".")
 
     for node in ast.walk(tree):
         targets = getattr(node, "targets", [getattr(node, "target", None)])
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-            found = [whole(target) for target in targets if isinstance(target, ast.Attribute)]
-            yield from (name for name in found if name.startswith(("trainer.", "longshard.", "lct_planner.")))
+            replaced_names = [whole(target) for target in targets if isinstance(target, ast.Attribute)]
+            yield from (name for name in replaced_names if name.startswith(("trainer.", "longshard.", "lct_planner.")))
         elif isinstance(node, ast.Call):
             called = whole(node.func)
             if called == "unittest.mock.patch.object" or (called == "setattr" and ast.unparse(node.args[0]) in names):

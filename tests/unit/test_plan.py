@@ -33,13 +33,13 @@ def test_every_visible_pair_is_computed_once_and_no_other(
     for plan in problem.plans(method, **options):
         group, place = divmod(plan.rank, head_degree)
         pairs = np.zeros_like(computed[place])
-        mine = np.concatenate(problem.queries[group * head_degree : (group + 1) * head_degree])
-        mine = np.sort(mine) if head_degree > 1 else mine
+        own_queries = np.concatenate(problem.queries[group * head_degree : (group + 1) * head_degree])
+        own_queries = np.sort(own_queries) if head_degree > 1 else own_queries
         for stage in getattr(plan, direction):
             held = numbers(stage.held)
             assert stage.rows == len(held)
             for tile in stage.tiles:
-                pairs[np.ix_(mine[slice(*tile.q)], held[slice(*tile.kv)])] += pairs_of(tile)
+                pairs[np.ix_(own_queries[slice(*tile.q)], held[slice(*tile.kv)])] += pairs_of(tile)
         assert plan.pairs == pairs.sum()
         computed[place] += pairs
     for pairs in computed:
@@ -76,7 +76,7 @@ def test_a_stage_of_head_tail_is_one_kernel_in_the_forward(degree: int):
     for rank in range(degree):
         stages = make_plan(layout, causal(layout.length), "ring", rank).forward
         assert [len(stage.tiles) for stage in stages] == [1] * degree
-        assert len({stage.pairs for stage in stages[1:]}) == 1  # what is sent hides behind what is computed
+        assert len({stage.pairs for stage in stages[1:]}) == 1  # computation hides communication
 
 
 @pytest.mark.parametrize("method", METHODS)

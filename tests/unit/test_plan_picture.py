@@ -71,11 +71,11 @@ def outside(figure: Figure) -> list[str]:
     texts = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text()]
     boxes = [(t.get_text(), t.get_window_extent(renderer)) for t in texts]
     whole = figure.bbox
-    found = [
+    places = [
         text for text, box in boxes if box.x0 < whole.x0 or box.y0 < whole.y0 or box.x1 > whole.x1 or box.y1 > whole.y1
     ]
     meet = [f"{a} | {b}" for i, (a, x) in enumerate(boxes) for b, y in boxes[:i] if x.overlaps(y)]
-    return found + meet
+    return places + meet
 
 
 @pytest.mark.parametrize("degree", [1, 2, 9, 17, *slow(4, 8, 16, MOST_RANKS)])

@@ -15,13 +15,13 @@ from longshard.context.planning.plan import Message, RankPlan, Stage
 from longshard.sharding.layout import AxisLayout, contiguous, head_tail
 from tests.unit.plan_problems import DIRECTIONS, Problem, numbers, pairs_of, problems, rows_sent, staged
 
-# ---- what is sent
+# ---- messages
 
 
 def traffic(stages: list[Stage], of: Callable[[Stage], tuple[Message, ...]]) -> list[Message]:
-    """What is sent at one stage, if all ranks agree on it.
+    """Return the messages of one stage, and check that all ranks agree on them.
 
-    What a rank sends is what its peer expects; between two ranks both post it at the same place, at most once each way.
+    Each message is expected by its target. Two ranks post their messages in the same order, at most one each way.
     """
     sent, expected, posted = [], [], defaultdict(dict)
     for rank, stage in enumerate(stages):
@@ -233,7 +233,7 @@ def test_a_deadlock_would_be_seen():
 
 
 def sent(layout: AxisLayout, mask: Mask, method: str = "ring") -> dict[str, list[int]]:
-    """Rows that each rank sends, by what is sent."""
+    """Return the rows that each rank sends, by kind of message."""
     plans = [make_plan(layout, mask, method, rank) for rank in range(layout.degree)]
     return {kind: [rows_sent(plan)[kind] for plan in plans] for kind in ("forward", "backward", "home")}
 

@@ -37,7 +37,7 @@ def job_of(*arguments: str, ranks: int = 1, layers: int = 4):
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 64 * _MIB)), max_size=200))
 @settings(max_examples=40, deadline=None)
 def test_blocks_of_the_allocator_never_overlap(changes: list[tuple[int, int]]) -> None:
-    """What is reserved is at least what is alive, rounded."""
+    """Reserved memory is at least the memory alive, rounded."""
     allocator, live, most = _Allocator(), {}, 0
     for name, size in changes:
         allocator.resize(name, size)
@@ -106,12 +106,12 @@ def test_what_muon_sends_is_a_straight_line_where_ranks_own_alike(monkeypatch, t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ownership, "AT_ONCE", 1)  # rounds of one matrix a rank
     job = job_of("--optimizer.name=Muon", ranks=3, layers=9)
-    found = {}
+    profiles = {}
     for layers in (3, 6, 9):
         shallow = replace(job, model=replace(job.model, n_layers=layers))
         profile = added_up(trace(shallow, 0, None), 1, range(layers))
-        found[layers] = profile
-    line, whole = deeper(found[3], found[6], 9), found[9]
+        profiles[layers] = profile
+    line, whole = deeper(profiles[3], profiles[6], 9), profiles[9]
     (name,) = {name for name in whole.messages if name.startswith("optimizer")}
     assert line.messages[name] == pytest.approx(whole.messages[name])
     products = whole.work["optimizer"]["products"]
@@ -156,9 +156,11 @@ def test_flops_are_those_of_the_model(monkeypatch, tmp_path: Path) -> None:
     assert {x.split()[1] for w in work.values() for x in w if x.startswith("attention_")} == {"cpu_flash"}
     tokens = job.sequences_per_step * 64
     whole, _ = job.model.flops_per_token(64)
-    of_attention = 12 * job.model.n_layers * job.model.n_heads * job.model.head_dim * 64
-    assert products == tokens * (whole - of_attention)
-    assert attention == pytest.approx(tokens * of_attention / 2 * 7 / 6, rel=1e-6)  # the backward computes scores again
+    attention_flops = 12 * job.model.n_layers * job.model.n_heads * job.model.head_dim * 64
+    assert products == tokens * (whole - attention_flops)
+    assert attention == pytest.approx(
+        tokens * attention_flops / 2 * 7 / 6, rel=1e-6
+    )  # the backward computes scores again
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -173,7 +175,7 @@ def test_more_micro_batches_repeat_forward_and_backward_alone() -> None:
     message = {"calls": 2.0, "bytes": 8.0, "ranks": 4, "span": 4}
     messages = {f"backward {mesh} allreduce_": message for mesh in ("fsdp", "dp_replicate")}
     work = {"forward": {"products": 3.0}, "optimizer": {"optimizer": 5.0}}
-    more = replace(profile_of(), work=work, messages=messages).repeated(4)
-    assert more.work == {"forward": {"products": 12.0}, "optimizer": {"optimizer": 5.0}}
-    assert more.messages["backward fsdp allreduce_"] == {"calls": 8.0, "bytes": 32.0, "ranks": 4, "span": 4}
-    assert more.messages["backward dp_replicate allreduce_"] == message
+    repeated = replace(profile_of(), work=work, messages=messages).repeated(4)
+    assert repeated.work == {"forward": {"products": 12.0}, "optimizer": {"optimizer": 5.0}}
+    assert repeated.messages["backward fsdp allreduce_"] == {"calls": 8.0, "bytes": 32.0, "ranks": 4, "span": 4}
+    assert repeated.messages["backward dp_replicate allreduce_"] == message

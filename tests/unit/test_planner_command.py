@@ -35,12 +35,12 @@ def cpu_record(tmp_path: Path, memory: float = 1e10) -> str:
 def test_the_command_prints_memory_traffic_and_time(tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch) -> None:
     arguments = ["debug_model", "--gpu", cpu_record(tmp_path), "--world-size", "2"]
     assert command.main([*arguments, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["fits"]
-    assert found["ranks"] == 2
-    assert found["total"] >= found["reserved"] >= found["allocated"]
-    assert math.isclose(sum(found["memory"].values()), found["allocated"], rel_tol=1e-9)
-    assert any("fsdp" in name for name in found["messages"])
+    answer = json.loads(capfd.readouterr().out)
+    assert answer["fits"]
+    assert answer["ranks"] == 2
+    assert answer["total"] >= answer["reserved"] >= answer["allocated"]
+    assert math.isclose(sum(answer["memory"].values()), answer["allocated"], rel_tol=1e-9)
+    assert any("fsdp" in name for name in answer["messages"])
     assert command.main([*arguments, "--training.local_batch_size", "1", "--picture", str(tmp_path / "step.svg")]) == 0
     printed = capfd.readouterr().out
     for word in ("memory", "it fits", "traffic", "fsdp", "time", "tokens a second"):
@@ -73,12 +73,12 @@ def test_a_time_out_that_is_too_short_for_the_predicted_step_is_told(
     comm = "--comm.init_timeout_seconds=1000"
     expected = "comm.train_timeout_seconds = 100 is too short for a step of 313 s, as predicted: the run allows"
 
-    def found(_worker: object, arguments: Sequence[str], *_: object, **__: object) -> SimpleNamespace:
+    def estimated(_worker: object, arguments: Sequence[str], *_: object, **__: object) -> SimpleNamespace:
         job = SimpleNamespace(config=parse_command_line(list(arguments)).config)
         return SimpleNamespace(**vars(of), job=job)
 
-    monkeypatch.setattr(command, "estimate", found)
-    monkeypatch.setattr("lct_planner.estimate.estimate", found)
+    monkeypatch.setattr(command, "estimate", estimated)
+    monkeypatch.setattr("lct_planner.estimate.estimate", estimated)
     for module in (command, worker):
         monkeypatch.setattr(module, "Worker", lambda **_: nullcontext())
     for ranks in ("1", "2"):
@@ -120,7 +120,7 @@ def test_the_times_of_a_gpu_are_not_measured_as_those_of_a_cpu(
     assert measured == [1 << 34]
 
 
-# ---- a run beside its estimate
+# ---- a run and its estimate
 
 
 def test_a_run_on_gpus_starts_an_estimate_of_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +133,9 @@ def test_a_run_on_gpus_starts_an_estimate_of_its_memory(tmp_path: Path, monkeypa
         train._start_estimate(start, parse_command_line(start.arguments).config)
         assert len(started) == expected
     assert started[0][3:] == ["estimate", *start.arguments, "--world-size", "8", "--ngpu", "8", "--json"]
-    options, of_job = command._options(started[0][4:])
-    assert (options.world_size, of_job.ranks) == ("8", 8)
-    assert parse_command_line(of_job.arguments).config.job.dump_folder == str(tmp_path / "run")
+    options, job_options = command._options(started[0][4:])
+    assert (options.world_size, job_options.ranks) == ("8", 8)
+    assert parse_command_line(job_options.arguments).config.job.dump_folder == str(tmp_path / "run")
 
 
 def test_a_run_without_an_estimate_has_none_of_an_earlier_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ class Machine:
 
 
 def search(machine: Machine, *arguments: str, host_memory: float = 100e9) -> list[Choice]:
-    given = ["--training.global_batch_size=128", "--training.local_batch_size=1"]
-    return suggestions(machine, [*given, *arguments], RANKS, host_memory)
+    settings = ["--training.global_batch_size=128", "--training.local_batch_size=1"]
+    return suggestions(machine, [*settings, *arguments], RANKS, host_memory)
 
 
 def settings_of(choice: Choice) -> dict[str, str]:
@@ -60,8 +60,8 @@ def settings_of(choice: Choice) -> dict[str, str]:
 
 def test_replicas_a_larger_batch_and_gathered_weights_are_found() -> None:
     machine = Machine()
-    found = search(machine)
-    fastest = max(found, key=lambda choice: choice.speed)
+    choices = search(machine)
+    fastest = max(choices, key=lambda choice: choice.speed)
     everything = [
         machine([f"--training.local_batch_size={batch}", f"--activation_checkpoint.mode={mode}", *replicated, *kept])
         for batch in (1, 2, 4)
@@ -71,38 +71,38 @@ def test_replicas_a_larger_batch_and_gathered_weights_are_found() -> None:
     ]
     best = max(answer.tokens_per_second for answer in everything if answer.fits)
     assert fastest.speed > 0.97 * best
-    assert found[0].speed > 0.95 * fastest.speed
+    assert choices[0].speed > 0.95 * fastest.speed
     assert len(machine.asked) - len(everything) <= 40
 
 
 def test_only_what_fits_the_device_and_the_host_is_found() -> None:
-    found = search(Machine(activations=2_000.0), host_memory=10e9)
-    assert found
-    assert all(choice.estimate.fits for choice in found)
-    assert all(settings_of(choice)["offload"] == "none" for choice in found)
+    choices = search(Machine(activations=2_000.0), host_memory=10e9)
+    assert choices
+    assert all(choice.estimate.fits for choice in choices)
+    assert all(settings_of(choice)["offload"] == "none" for choice in choices)
     with_host = search(Machine(activations=2_000.0))
     assert any(settings_of(choice)["offload"] == "inputs" for choice in with_host)
-    assert with_host[0].speed > found[0].speed  # fewer ranks for a sequence
+    assert with_host[0].speed > choices[0].speed  # fewer ranks for a sequence
     assert search(Machine(memory=1.0)) == []
 
 
 def test_of_equal_speeds_fewer_ranks_for_a_sequence_and_fewer_kernels_come_first() -> None:
-    found = search(Machine(activations=150.0, weights=32.0))
-    speeds = [choice.speed for choice in found]
+    choices = search(Machine(activations=150.0, weights=32.0))
+    speeds = [choice.speed for choice in choices]
     assert all(later < 1.06 * earlier for earlier, later in itertools.pairwise(speeds))
-    methods = [settings_of(choice).get("context_parallel_method") for choice in found]
+    methods = [settings_of(choice).get("context_parallel_method") for choice in choices]
     assert methods.index("all_to_all") < methods.index("ring")
 
 
 def test_words_are_what_differs_from_the_file() -> None:
-    given = parse_command_line(["--training.local_batch_size=2"]).config
+    config = parse_command_line(["--training.local_batch_size=2"]).config
     choice = Choice({"training.local_batch_size": "2", "compile.components": "loss"}, estimate=None)
-    assert choice.words(given) == ["--compile.components=loss"]
-    assert Choice({"compile.components": "model,loss"}, estimate=None).words(given) == []
+    assert choice.words(config) == ["--compile.components=loss"]
+    assert Choice({"compile.components": "model,loss"}, estimate=None).words(config) == []
 
 
 def test_each_try_is_told() -> None:
-    told: list[tuple[int, float]] = []
-    suggestions(Machine(), [], RANKS, 100e9, lambda count, best: told.append((count, best)))
-    assert [count for count, _ in told] == list(range(1, len(told) + 1))
-    assert told[-1][1] == pytest.approx(max(best for _, best in told))
+    reports: list[tuple[int, float]] = []
+    suggestions(Machine(), [], RANKS, 100e9, lambda count, best: reports.append((count, best)))
+    assert [count for count, _ in reports] == list(range(1, len(reports) + 1))
+    assert reports[-1][1] == pytest.approx(max(best for _, best in reports))

@@ -40,9 +40,9 @@ def test_a_kernel_of_attention_has_its_own_rate_and_a_tail() -> None:
     assert step_time(profile_of(**{"attention_forward cudnn": 1e12}), on).seconds == 2.0
     assert step_time(profile_of(**{"attention_forward flash2": 1e12}), on).seconds == 4.0
     work = {"attention_forward cudnn": 1e12, "tails_forward cudnn": 1e10, "attention_forward flash2": 1e12}
-    found = step_time(profile_of(**work), on)
-    assert found.seconds == pytest.approx(2.2 + 4.0)
-    assert found.parts["forward"] == {"attention_forward": found.seconds}
+    times = step_time(profile_of(**work), on)
+    assert times.seconds == pytest.approx(2.2 + 4.0)
+    assert times.parts["forward"] == {"attention_forward": times.seconds}
     assert attention_kernels(profile_of(**work)) == {"cudnn": 1e12, "flash2": 1e12}
 
 
@@ -87,7 +87,7 @@ def test_kernels_of_flash_operators_have_their_version() -> None:
 def test_a_trace_takes_the_flash_package_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not tried out, as in a run: there is no GPU."""
     asked = []
-    monkeypatch.setattr(traced_trainer, "usable", lambda *given, **_: asked.append(given) or FLASH_PACKAGES[:1])
+    monkeypatch.setattr(traced_trainer, "usable", lambda *arguments, **_: asked.append(arguments) or FLASH_PACKAGES[:1])
     assert traced_trainer.kernels_of(Gpu(capability=(9, 0))).newer_flash(64) is FLASH_PACKAGES[0]
     assert asked == [((9, 0),)]
     assert traced_trainer.installed_flash(None) is None
@@ -104,11 +104,11 @@ def test_messages_of_fsdp_hide_and_exchanges_of_heads_wait() -> None:
 
 
 def test_an_update_during_the_backward_counts_where_it_takes_longer() -> None:
-    for seconds, rest in ((3.0, 1.0), (1.0, 0.0)):
+    for seconds, remainder in ((3.0, 1.0), (1.0, 0.0)):
         work = {"backward": {"products": 1e12}, "optimizer": {"host": 40e9 * seconds}}
         profile = replace(profile_of(), work=work)
         assert step_time(profile, _DEVICE).seconds == 2.0 + seconds
-        assert step_time(profile, _DEVICE, early=True).seconds == 2.0 + rest
+        assert step_time(profile, _DEVICE, early=True).seconds == 2.0 + remainder
 
 
 def test_stages_of_a_pipeline_wait() -> None:
@@ -134,7 +134,7 @@ def test_records_are_whole_and_wrong_ones_are_one_sentence(tmp_path: Path) -> No
 
 
 def fake(total, speed: float = 1.0, host: float = 0.0):
-    """An estimate of so many bytes."""
+    """Return an estimate of `total` bytes."""
     return SimpleNamespace(
         total=total,
         fits=total <= 80e9,
@@ -162,9 +162,9 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(size) -> None:
     def estimate(arguments: Sequence[str]):
         length = int(arguments[-1].rpartition("=")[2])
         calls.append(length)
-        found = fake(size(length))
-        found.job = SimpleNamespace(positions=length)
-        return found
+        answer = fake(size(length))
+        answer.job = SimpleNamespace(positions=length)
+        return answer
 
     longest, beyond = longest_sequence(estimate, [], 8192, 1024)
     most = max((n for n in range(1024, 1 << 22, 1024) if size(n) <= 80e9), default=0)

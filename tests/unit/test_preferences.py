@@ -42,8 +42,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return chat_folder(tmp_path_factory.mktemp("model"), CHATML)
 
 
-def settings_of(path: Path, folder: Path, **more: bool) -> DataSettings:
-    return DataSettings("preferences", str(path), str(folder), **more)
+def settings_of(path: Path, folder: Path, **options: bool) -> DataSettings:
+    return DataSettings("preferences", str(path), str(folder), **options)
 
 
 def sides(path: Path, folder: Path) -> list[tuple[str, list[str]]]:
@@ -80,7 +80,7 @@ def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path, folder: Path, p
     data = open_text(settings_of(write_lines(tmp_path / "a.jsonl", lines), folder), packing)
     assert data.items == 30
     how = {"seq_len": 96, "local_batch_size": 1, "data_streams": 2, "seed": 0, "dp_rank": 0, "dp_degree": 1}
-    tokenizer, found = open_tokenizer(str(folder)), []
+    tokenizer, answers = open_tokenizer(str(folder)), []
     loader = batch_loader(data, **how)
     for batch in loader:
         if loader.epoch >= 2:
@@ -93,11 +93,11 @@ def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path, folder: Path, p
             labels = batch["labels"][0, inside]
             answer = tokenizer.decode(labels[labels != IGNORE_INDEX].tolist())
             assert ("five" in answer) == bool(document % 2)
-            found.append(answer)
+            answers.append(answer)
         behind = ids >= 2 * number
         assert (batch["labels"][0, behind] == IGNORE_INDEX).all()
         assert behind.sum() == batch["padding"]
-    assert 2 * 29 <= len(found) <= 4 * 29
+    assert 2 * 29 <= len(answers) <= 4 * 29
     assert data.conversations.left_out.number >= 1
     assert "pairs longer than a sequence" in data.conversations.left_out._kind
 
@@ -141,9 +141,13 @@ def test_what_is_no_pair_is_one_sentence(tmp_path: Path, folder: Path, line: obj
 
 
 def job(folder: Path, path: Path, *arguments: str, ranks: int = 1) -> ResolvedJob:
-    given = [f"--training.dataset_path={path}", f"--model.tokenizer_path={folder}", f"--job.dump_folder={folder}/out"]
+    settings = [
+        f"--training.dataset_path={path}",
+        f"--model.tokenizer_path={folder}",
+        f"--job.dump_folder={folder}/out",
+    ]
     initial = ["--checkpoint.initial_load_path=somewhere"]
-    config = parse_command_line(["--training.dataset=preferences", *given, *initial, *arguments]).config
+    config = parse_command_line(["--training.dataset=preferences", *settings, *initial, *arguments]).config
     return resolve(config, ranks, "cpu", missing=[])
 
 
@@ -178,7 +182,7 @@ def test_what_pairs_do_not_have_is_one_sentence(
 
 def test_the_summary_says_the_loss_and_a_copy_is_counted(tmp_path: Path, folder: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", BOTH)
-    copied, adapted = (job(folder, path, *more) for more in ([], ["--lora.rank=2"]))
+    copied, adapted = (job(folder, path, *options) for options in ([], ["--lora.rank=2"]))
     assert "sigmoid of pairs (DPO), beta 0.1, from a frozen copy of the first weights" in summary(copied)
     assert "from the model without its adapters" in summary(adapted)
     weights = 4 * copied.model.n_params()

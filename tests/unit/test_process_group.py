@@ -1,4 +1,4 @@
-"""Law: on GPUs the job's group is NCCL alone, bound to the rank's GPU; gloo is beside it only for tensors of CPUs."""
+"""Law: on GPUs the job's group is NCCL alone, bound to the rank's GPU; gloo is added only for tensors of CPUs."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -36,9 +36,9 @@ def test_the_group_of_a_rank_with_a_gpu(offloads: bool, monkeypatch: pytest.Monk
     config = parse_command_line([]).config
     with process_group(Process(1, 1, 2), config.comm, cpu_tensors=offloads):
         pass
-    given = init.call_args.kwargs
-    assert given | backend_settings(GPU, cpu_tensors=offloads) == given
-    assert ("device_id" in given) != offloads
+    options = init.call_args.kwargs
+    assert options | backend_settings(GPU, cpu_tensors=offloads) == options
+    assert ("device_id" in options) != offloads
     ended.assert_called_once()
 
 

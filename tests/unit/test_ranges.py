@@ -63,9 +63,9 @@ def test_places_are_those_in_the_line_of_numbers(parts: Ranges, wanted: list[Ran
 
 @given(ranges, st.integers(0, 60), st.integers(0, 60))
 def test_ranges_at_places_undo_it(parts: Ranges, start: int, stop: int):
-    found = tuple(Offsets(parts).ranges_at(start, stop))
-    assert is_canonical(found)
-    assert sorted(numbers(found)) == sorted(numbers(parts))[start:stop]
+    result = tuple(Offsets(parts).ranges_at(start, stop))
+    assert is_canonical(result)
+    assert sorted(numbers(result)) == sorted(numbers(parts))[start:stop]
 
 
 def test_places_that_follow_each_other_are_one():

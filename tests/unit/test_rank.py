@@ -34,12 +34,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "wanted", "settings"), CASES, ids=str)
+@pytest.mark.parametrize(("variables", "wanted", "settings"), CASES, ids=str)
 def test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported(
-    given: dict[str, str], wanted: dict[str, str], settings: str | None
+    variables: dict[str, str], wanted: dict[str, str], settings: str | None
 ) -> None:
     """Unless the user has set it up by any of its names. settings: what torch reads without a GPU."""
-    environment = {name: value for name, value in os.environ.items() if name not in NAMES} | given
+    environment = {name: value for name, value in os.environ.items() if name not in NAMES} | variables
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM % (NAMES,)],

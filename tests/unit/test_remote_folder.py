@@ -148,7 +148,7 @@ def test_a_removal_that_is_killed_at_any_request_leaves_no_half_of_a_checkpoint(
 
 @pytest.mark.parametrize("other", ["begins", "is done", "starts"])
 def test_of_two_jobs_that_save_to_one_name_the_last_that_began_is_published(folder: RemoteStore, other: str) -> None:
-    """The first one is told, and none of its objects is taken for one of the other's."""
+    """The first job gets an error, and its objects never count as the other job's objects."""
     theirs = store_of("checkpoint.folder", str(folder))
     claim = folder.begin(500)
     folder.write(folder.step(500) / f"{claim}0_0.distcp", b"of the first")
@@ -202,20 +202,20 @@ def test_what_others_have_put_there_stays_and_a_step_of_theirs_is_refused(folder
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("__0_0.distcp", b"short", "__0_0.distcp has 5 bytes of 600"),
         ("__1_0.distcp", None, "'__1_0.distcp' is missing"),
         ("state.json", b"{", "Expecting property name"),
     ],
 )
-def test_a_damaged_step_is_one_sentence(folder: RemoteStore, name: str, content: bytes | None, told: str) -> None:
+def test_a_damaged_step_is_one_sentence(folder: RemoteStore, name: str, content: bytes | None, message: str) -> None:
     save(folder, 500)
     save(folder, 400)
     place = folder.path / "step-500" / name
     place.unlink() if content is None else place.write_bytes(content)
     text = refused(configured(folder))
-    assert f"{folder}/step-500 cannot be read ({told}" in text
+    assert f"{folder}/step-500 cannot be read ({message}" in text
     assert "use another with checkpoint.load_step (there are 400)" in text
 
 

@@ -153,15 +153,15 @@ def test_rotary_tables_stay_precise_beside_bfloat16():
 
 def test_yarn_takes_its_original_length_from_key_flavor_or_scaling() -> None:
     settings = Model(rope_scaling=4.0, rope_scaling_type="yarn")
-    given = lambda args, settings: args.configured(settings, vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731
+    scaling_of = lambda args, settings: args.configured(settings, vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731
     args = replace(ARGS, max_seq_len=64)
-    assert given(args, settings) == RopeScaling(4.0, original_max_seq_len=64, kind="yarn")
-    assert given(args, replace(settings, rope_original_seq_len=32)).original_max_seq_len == 32
+    assert scaling_of(args, settings) == RopeScaling(4.0, original_max_seq_len=64, kind="yarn")
+    assert scaling_of(args, replace(settings, rope_original_seq_len=32)).original_max_seq_len == 32
     scaled = replace(args, rope_scaling=RopeScaling(2.0, original_max_seq_len=16))
-    assert given(scaled, settings) == RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
-    assert given(scaled, Model()) == scaled.rope_scaling
-    assert given(scaled, Model(rope_scaling=1.0)) is None
-    assert given(args, Model(rope_scaling=8.0)) == RopeScaling(8.0)
+    assert scaling_of(scaled, settings) == RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
+    assert scaling_of(scaled, Model()) == scaled.rope_scaling
+    assert scaling_of(scaled, Model(rope_scaling=1.0)) is None
+    assert scaling_of(args, Model(rope_scaling=8.0)) == RopeScaling(8.0)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_scaled_frequencies_are_those_of_transformers(kind: str, theta: float, o
 
     truncate = kind == "yarn"
     kind = kind.partition(",")[0]
-    more = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, "yarn": {"truncate": truncate}}.get(kind, {})
+    extra = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, "yarn": {"truncate": truncate}}.get(kind, {})
     lengths = {} if kind == "linear" else {"original_max_position_embeddings": original}
-    rope = {"rope_type": kind, "rope_theta": theta, "factor": 8.0, **lengths, **more}
+    rope = {"rope_type": kind, "rope_theta": theta, "factor": 8.0, **lengths, **extra}
     config = LlamaConfig(head_dim=16, max_position_embeddings=8 * original, rope_parameters=rope)
     theirs, magnitude = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     scaling = RopeScaling(8.0, original_max_seq_len=original, kind=kind, truncate=truncate or kind != "yarn")
@@ -216,10 +216,12 @@ def test_longrope_is_that_of_transformers(longest: int, attention_factor: float 
 
 
 def test_another_factor_keeps_the_rest_of_the_flavors_scaling() -> None:
-    given = lambda args, **keys: args.configured(Model(**keys), vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731
+    scaling_of = lambda args, **keys: args.configured(Model(**keys), vocab_size=1, max_seq_len=99).rope_scaling  # noqa: E731
     yarn = MODELS["gpt_oss"].flavors["20b"]
-    assert given(yarn, rope_scaling=64.0) == replace(yarn.rope_scaling, factor=64.0)
-    assert given(yarn, rope_scaling=64.0, rope_scaling_type="llama3") == RopeScaling(64.0, original_max_seq_len=4096)
+    assert scaling_of(yarn, rope_scaling=64.0) == replace(yarn.rope_scaling, factor=64.0)
+    assert scaling_of(yarn, rope_scaling=64.0, rope_scaling_type="llama3") == RopeScaling(
+        64.0, original_max_seq_len=4096
+    )
     linear = replace(ARGS, max_seq_len=64, rope_scaling=RopeScaling(2.0, kind="linear"))
-    assert given(linear, rope_scaling=4.0) == RopeScaling(4.0, kind="linear")
-    assert given(linear, rope_scaling=4.0, rope_scaling_type="yarn").original_max_seq_len == 64
+    assert scaling_of(linear, rope_scaling=4.0) == RopeScaling(4.0, kind="linear")
+    assert scaling_of(linear, rope_scaling=4.0, rope_scaling_type="yarn").original_max_seq_len == 64

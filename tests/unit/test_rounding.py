@@ -25,7 +25,7 @@ def bits(size: int, key: int = 5) -> torch.Tensor:
 @pytest.mark.parametrize("field", [0, 16, 32])
 @pytest.mark.parametrize("value", VALUES)
 def test_the_mean_of_rounded_values_is_the_value(value: float, field: int) -> None:
-    """Within 5 deviations of a mean of independent draws, of which each is one of two neighbours."""
+    """The tolerance is 5 deviations of a mean of independent draws; each draw is one of two neighbours."""
     x = torch.full((SAMPLES,), value)
     rounded = round_stochastically(x, bits(SAMPLES) >> field).double()
     low, high = rounded.min().item(), rounded.max().item()
@@ -51,8 +51,8 @@ def test_bits_are_those_of_the_published_generator_and_independent() -> None:
     """The first numbers of SplitMix64 with the seed 0; bits are fair coins, independent of others."""
     wanted = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [x % 2**64 for x in random_bits(torch.arange(1, 4), 0).tolist()] == wanted
-    mine, bound = bits(SAMPLES), 5 / math.sqrt(SAMPLES)
-    signs = torch.stack([((mine >> place) & 1).float() * 2 - 1 for place in range(48)])
+    drawn, bound = bits(SAMPLES), 5 / math.sqrt(SAMPLES)
+    signs = torch.stack([((drawn >> place) & 1).float() * 2 - 1 for place in range(48)])
     assert signs.mean(1).abs().max() < bound
     for one, two in ((signs, signs), (signs[:, 1:], signs[:, :-1])):
         products = one @ two.T / SAMPLES
@@ -89,9 +89,9 @@ def test_the_update_is_that_of_pytorch_but_for_the_rounding(name: str, implement
     for steps, tolerance in ((1, 0.0), (3, 2**-6)):
         model, optimizer = trained(Model(), half, steps)
         wanted, theirs = trained(Model(), plain, steps)
-        for mine, other in zip(model.parameters(), wanted.parameters(), strict=True):
-            assert (mine - other).abs().max() <= tolerance * 0.01 * steps
-            got, exact = optimizer.state[mine], theirs.state[other]
+        for ours, other in zip(model.parameters(), wanted.parameters(), strict=True):
+            assert (ours - other).abs().max() <= tolerance * 0.01 * steps
+            got, exact = optimizer.state[ours], theirs.state[other]
             assert got["step"] == exact["step"] == steps
             for moment in ("exp_avg", "exp_avg_sq"):
                 assert got[moment].dtype == torch.bfloat16
@@ -138,9 +138,9 @@ def test_pieces_change_nothing(piece: int, monkeypatch: pytest.MonkeyPatch) -> N
     wanted, states = trained(Model(torch.bfloat16), replace(BFLOAT16, training=Training(dtype="bfloat16")), 2)
     monkeypatch.setattr("trainer.components.rounding.PIECE_ON_CPU", max(piece, 8))
     model, optimizer = trained(Model(torch.bfloat16), replace(BFLOAT16, training=Training(dtype="bfloat16")), 2)
-    for mine, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        assert all(torch.equal(optimizer.state[mine][name], x) for name, x in states.state[theirs].items())
+    for ours, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert all(torch.equal(optimizer.state[ours][name], x) for name, x in states.state[theirs].items())
 
 
 def test_a_masked_update_changes_nothing() -> None:

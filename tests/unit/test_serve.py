@@ -68,7 +68,7 @@ def test_a_conversation_is_answered_whole_and_in_pieces(client, folder):
 
 
 def test_messages_as_clients_send_them_are_those_of_data(client, folder):
-    """Parts of text, arguments as a string of JSON, no content beside a call, and an answer as the client dumps it."""
+    """Parts of text, arguments as a string of JSON, a call without content, and an answer as the client dumps it."""
     first = client.chat.completions.create(messages=[QUESTION], **GREEDY).choices[0].message
     arguments = {"a": 2, "to": "three"}
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
@@ -160,11 +160,11 @@ def test_many_clients_wait_and_none_stops_another(client):
     """More than the server has threads, each with a stream."""
     asked = {"prompt": "the quick", "stream": True, **GREEDY | {"max_tokens": 3}}
     with ThreadPoolExecutor(60) as clients:
-        found = [
+        answers = [
             *clients.map(lambda _: "".join(x.choices[0].text for x in client.completions.create(**asked)), range(60))
         ]
-    assert len(set(found)) == 1
-    assert found[0]
+    assert len(set(answers)) == 1
+    assert answers[0]
 
 
 def test_numbers_that_are_none_are_refused():

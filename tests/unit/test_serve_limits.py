@@ -52,9 +52,9 @@ class Answered:
             waiting.send(Piece("yes"))
             waiting.send(AnswerError("no room") if waiting.request.seed == 78 else Ended(1, "stop"))
 
-    def sent(self, content: bytes, *, more: bytes = b"") -> socket.socket:
+    def sent(self, content: bytes, *, body: bytes = b"") -> socket.socket:
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
-        connection.sendall(content + more)
+        connection.sendall(content + body)
         return connection
 
     def ask(
@@ -62,17 +62,17 @@ class Answered:
     ) -> tuple[int, dict]:
         """Return the status and the object of an answer."""
         content = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        given = {"Host": f"127.0.0.1:{self.port}", "Content-Length": str(len(content)), "Connection": "close"}
-        lines = "".join(f"{name}: {value}\r\n" for name, value in (given | JSON | (headers or {})).items())
-        return read_all(self.sent(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), more=content))
+        standard = {"Host": f"127.0.0.1:{self.port}", "Content-Length": str(len(content)), "Connection": "close"}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in (standard | JSON | (headers or {})).items())
+        return read_all(self.sent(f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode(), body=content))
 
 
 def read_all(connection: socket.socket) -> tuple[int, dict]:
     with connection:
-        found = b""
+        received = b""
         while part := connection.recv(65536):
-            found += part
-    head, _, body = found.partition(b"\r\n\r\n")
+            received += part
+    head, _, body = received.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body) if body.startswith(b"{") else {"text": body.decode()}
 
 
@@ -81,8 +81,8 @@ def server(tmp_path_factory) -> Iterator[Answered]:
     return Answered(chat_folder(tmp_path_factory.mktemp("limits") / "model", WITH_TOOLS))
 
 
-def message_of(found: tuple[int, dict]) -> str:
-    return found[1]["error"]["message"]
+def message_of(response: tuple[int, dict]) -> str:
+    return response[1]["error"]["message"]
 
 
 def test_the_server_says_that_it_is_there_and_which_model_it_has(server):
@@ -103,20 +103,20 @@ def test_pages_of_other_origins_and_other_types_are_refused(server):
         ({"Origin": "http://localhost:3000"}, 200, ""),
         ({"Host": "[::1]:8000", "Content-Type": "application/json; charset=utf-8"}, 200, ""),
     ):
-        found = server.ask("/v1/chat/completions", HELLO, headers)
-        assert found[0] == status, headers
-        assert not words or message_of(found).startswith(words)
+        response = server.ask("/v1/chat/completions", HELLO, headers)
+        assert response[0] == status, headers
+        assert not words or message_of(response).startswith(words)
     assert server.ask("/v1/models", method="GET", headers={"Host": "evil.example"})[0] == 403
 
 
 def test_a_long_request_is_refused_before_it_is_read(server):
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    found = read_all(server.sent(f"{head}Content-Length: 50000000\r\n\r\n".encode(), more=b"{"))
-    assert found[0] == 413
-    assert message_of(found) == "the request is longer than the 1,052,672 bytes that the model's window takes"
+    response = read_all(server.sent(f"{head}Content-Length: 50000000\r\n\r\n".encode(), body=b"{"))
+    assert response[0] == 413
+    assert message_of(response) == "the request is longer than the 1,052,672 bytes that the model's window takes"
     part = b"10000\r\n" + b" " * 65536 + b"\r\n"
-    found = read_all(server.sent(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode(), more=part * 17))
-    assert found[0] == 413
+    response = read_all(server.sent(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode(), body=part * 17))
+    assert response[0] == 413
 
 
 def test_what_is_half_sent_is_closed(server, monkeypatch):
@@ -126,8 +126,8 @@ def test_what_is_half_sent_is_closed(server, monkeypatch):
         with server.sent(half) as connection:
             assert connection.recv(100) == b"", "closed"
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    found = read_all(server.sent(head + b"Content-Length: 9\r\n\r\n", more=b"{"))
-    assert (found[0], message_of(found)) == (408, "the request did not end within 0.2 seconds")
+    response = read_all(server.sent(head + b"Content-Length: 9\r\n\r\n", body=b"{"))
+    assert (response[0], message_of(response)) == (408, "the request did not end within 0.2 seconds")
     assert time.monotonic() - started < 5
     with suppress(ConnectionResetError):  # as it is closed before it is read
         assert read_all(server.sent(b"GET /health HTTP/1.1\r\nA: " + b"x" * 200_000))[0] == 400
@@ -139,7 +139,7 @@ def test_a_client_that_leaves_ends_its_answer(server, stream, capfd):
     server.left.clear()
     body = json.dumps(HELLO | {"seed": 77, "stream": stream}).encode()
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection = server.sent(head + b"Content-Length: %d\r\n\r\n" % len(body), more=body)
+    connection = server.sent(head + b"Content-Length: %d\r\n\r\n" % len(body), body=body)
     if stream:
         assert connection.recv(10)
     assert server.begun.wait(5)
@@ -151,12 +151,12 @@ def test_a_client_that_leaves_ends_its_answer(server, stream, capfd):
 
 
 def test_an_answer_that_fails_is_an_error_of_the_server_and_the_next_one_is_answered(server):
-    status, found = server.ask("/v1/chat/completions", HELLO | {"seed": 78})
-    assert (status, found["error"]["type"], found["error"]["message"]) == (500, "server_error", "no room")
-    status, found = server.ask("/v1/chat/completions", HELLO | {"seed": 78, "stream": True})
+    status, response = server.ask("/v1/chat/completions", HELLO | {"seed": 78})
+    assert (status, response["error"]["type"], response["error"]["message"]) == (500, "server_error", "no room")
+    status, response = server.ask("/v1/chat/completions", HELLO | {"seed": 78, "stream": True})
     assert status == 200, "it has begun"
-    assert '"message": "no room"' in found["text"]
-    assert "[DONE]" not in found["text"]
+    assert '"message": "no room"' in response["text"]
+    assert "[DONE]" not in response["text"]
     assert server.ask("/v1/chat/completions", HELLO)[0] == 200
 
 
@@ -182,7 +182,7 @@ CHAT, TEXTS = "/v1/chat/completions", "/v1/completions"
     ],
 )
 def test_a_wrong_request_is_refused_in_a_sentence(server, path, body, words):
-    found = server.ask(path, body)
-    assert found[0] == 400
-    assert message_of(found).startswith(words)
-    assert "\n" not in message_of(found)
+    response = server.ask(path, body)
+    assert response[0] == 400
+    assert message_of(response).startswith(words)
+    assert "\n" not in message_of(response)

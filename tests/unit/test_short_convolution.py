@@ -1,4 +1,4 @@
-"""Law: a short convolution of packed documents is that of each document alone, by an explicit sum on one process."""
+"""Law: a short convolution of packed documents equals each document alone, by an explicit sum on one process."""
 
 from dataclasses import replace
 
@@ -43,15 +43,17 @@ def test_the_definition_and_its_gradients(kernel: int) -> None:
     wanted, got = by_sums(x, weight, DOCUMENTS), inner(x, weight, positions=positions_of(DOCUMENTS))
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
     cotangent = draw(4, 16, 3, seed=2).detach()
-    for mine, theirs in zip(*(torch.autograd.grad(y, (x, weight), cotangent) for y in (got, wanted)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    for gradient, expected in zip(
+        *(torch.autograd.grad(y, (x, weight), cotangent) for y in (got, wanted)), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
     # Without positions the sequence is one document; negative control: the others differ.
     torch.testing.assert_close(inner(x, weight)[0], wanted[0], rtol=1e-12, atol=1e-12)
     assert (inner(x, weight)[1:] - wanted[1:]).norm() > 0.1 * wanted[1:].norm()
 
 
 def test_it_is_the_causal_convolution_of_torch() -> None:
-    """With the same weights, so that those of an nn.Conv1d can be loaded."""
+    """It has the same weights, so the weights of an nn.Conv1d can be loaded."""
     x, weight = draw(2, 9, 3), draw(3, 1, 4, seed=1)
     padded = torch.nn.functional.pad(x.transpose(1, 2), (3, 0))
     wanted = torch.nn.functional.conv1d(padded, weight, groups=3).transpose(1, 2)
@@ -59,7 +61,7 @@ def test_it_is_the_causal_convolution_of_torch() -> None:
 
 
 def test_other_documents_may_be_anything() -> None:
-    """Not multiplied by zero: what is infinite there stays there."""
+    """Values of other documents are not multiplied by zero: an infinite value does not spread."""
     x = draw(1, 6, 2).detach()
     x[0, :3] = torch.inf
     assert InnerConvolution()(x, draw(2, 1, 4, seed=1), positions=positions_of([[3, 3]]))[0, 3:].isfinite().all()
@@ -92,8 +94,8 @@ def test_a_model_counts_draws_and_wires_it() -> None:
         model = Transformer(args).double()
     initialize(model, seed=0, device=torch.device("cpu"))
     assert sum(p.numel() for p in model.parameters()) == args.n_params() == ARGS.n_params() + 2 * 64 * 4
-    for mine, plain in zip(args.flops_per_token(16), ARGS.flops_per_token(16), strict=True):
-        assert mine == plain + 6 * 2 * 64 * 4
+    for flops, plain in zip(args.flops_per_token(16), ARGS.flops_per_token(16), strict=True):
+        assert flops == plain + 6 * 2 * 64 * 4
     weights = [p for name, p in model.named_parameters() if "short_conv" in name]
     assert len(weights) == 6
     assert torch.cat([w.flatten() for w in weights]).std().item() == pytest.approx((1 / 12) ** 0.5, rel=0.1)

@@ -59,10 +59,10 @@ def test_check_and_train_mean_the_same_run(
     train._prepare(start, train.parse_command_line(start.arguments))
     # What the first start makes, `lct train` says when it makes it.
     others = ("the settings are valid", "the first start makes token files")
-    told = [line for line in checked.splitlines() if not line.startswith(others)]
-    assert told[0] == started[0]
+    lines = [line for line in checked.splitlines() if not line.startswith(others)]
+    assert lines[0] == started[0]
     if "NNODES" not in variables:  # of several nodes rank 0 prints the rest
-        assert told[1:] == started[1].splitlines()
+        assert lines[1:] == started[1].splitlines()
 
 
 def test_the_file_and_the_ranks_are_those_of_the_variables(
@@ -75,8 +75,8 @@ def test_the_file_and_the_ranks_are_those_of_the_variables(
     out = capsys.readouterr().out
     assert "Llama 3 debug model on 4 CPU ranks" in out
     assert "5 steps are" in out
-    for more in ([], ["--ngpu", "2"]):
-        assert check.main(["--world-size", "8", *more]) == 0, "what starts here does not matter to other machines"
+    for options in ([], ["--ngpu", "2"]):
+        assert check.main(["--world-size", "8", *options]) == 0, "what starts here does not matter to other machines"
         assert "on 8 GPUs" in capsys.readouterr().out
 
 
@@ -169,21 +169,21 @@ def test_a_run_that_failed_says_how_it_resumes(arguments: list[str], saved: tupl
         folder = Path(f"outputs/debug_model/checkpoint/step-{step}")
         folder.mkdir(parents=True)
         (folder / "state.json").write_text("{}")
-    found = train._to_resume(train.parse_command_line(parse(arguments).arguments).config)
-    assert found.startswith(hint)
-    assert bool(found) == bool(hint)
+    note = train._to_resume(train.parse_command_line(parse(arguments).arguments).config)
+    assert note.startswith(hint)
+    assert bool(note) == bool(hint)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "is_noted"),
     [
         ([], False),
         (["--training.dataset=text"], True),
         (["--training.dataset=text", "--model.tokenizer_path=x"], False),
     ],
 )
-def test_the_tokenizer_of_python_is_told_with_other_text(arguments: list[str], told: bool) -> None:
-    assert bool(start._tokenizer_of_python(parse_command_line(arguments).config)) == told
+def test_the_tokenizer_of_python_is_told_with_other_text(arguments: list[str], is_noted: bool) -> None:
+    assert bool(start._tokenizer_of_python(parse_command_line(arguments).config)) == is_noted
 
 
 @pytest.mark.usefixtures("usual_signals")

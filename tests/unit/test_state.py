@@ -35,7 +35,7 @@ _SETTINGS = (
 
 
 def state(tree: ast.Module) -> Iterator[str]:
-    """What of a module outlives a call: mutable values at its top, and what it changes of the process."""
+    """Yield the state of a module that outlives a call: mutable values at its top, and changes of the process."""
     for node in tree.body:
         value = getattr(node, "value", None) if isinstance(node, ast.Assign | ast.AnnAssign) else None
         empty = isinstance(value, ast.Dict | ast.List) and not (
@@ -67,11 +67,11 @@ def documented() -> set[str]:
 
 
 def test_the_table_of_state_is_true() -> None:
-    found = {}
+    state_of_files = {}
     for path in files_of_program():
         if kept := [*state(ast.parse(path.read_text()))]:
-            found[str(path.relative_to(ROOT)).removeprefix("trainer/")] = kept
-    assert found.keys() == documented(), found
+            state_of_files[str(path.relative_to(ROOT)).removeprefix("trainer/")] = kept
+    assert state_of_files.keys() == documented(), state_of_files
 
 
 @pytest.mark.parametrize(

@@ -63,11 +63,11 @@ def test_a_model_of_transformers_computes_the_same_here_and_goes_back_bit_for_bi
     family, args = SHAPES[shape]
     spec = model_spec(family)
     theirs, ours = hf_model(family, args), build(spec, args)
-    given = dict(theirs.named_parameters())
-    missing, surplus = ours.load_state_dict(from_hf(spec, args, given), strict=False)
+    weights = dict(theirs.named_parameters())
+    missing, surplus = ours.load_state_dict(from_hf(spec, args, weights), strict=False)
     assert (missing, surplus) == (["output.weight"] if args.tie_embeddings else [], [])
     tokens = torch.randint(args.vocab_size, (2, 16), generator=torch.Generator().manual_seed(2))
-    # Its frequencies are those of float32 in any data type: ours are near them, and both models take ours.
+    # Its frequencies are computed in float32 for any data type. Ours are near them, and both models take ours.
     frequencies = rope_frequencies(args.head_dim, args.rope_theta, args.rope_scaling)
     torch.testing.assert_close(theirs.model.rotary_emb.inv_freq, frequencies, rtol=1e-6, atol=0)
     magnitude = 1.0 if args.rope_scaling is None else args.rope_scaling.magnitude
@@ -76,8 +76,8 @@ def test_a_model_of_transformers_computes_the_same_here_and_goes_back_bit_for_bi
         wanted, got = theirs(tokens).logits, computed(ours, tokens)
     assert ((got - wanted).norm() / wanted.norm()).item() < 1e-10
     back = to_hf(spec, args, ours.named_parameters())
-    assert back.keys() == given.keys()
-    assert [name for name, x in given.items() if not torch.equal(back[name], x)] == []
+    assert back.keys() == weights.keys()
+    assert [name for name, x in weights.items() if not torch.equal(back[name], x)] == []
 
 
 def computed(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

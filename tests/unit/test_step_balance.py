@@ -1,4 +1,4 @@
-"""Laws: an assignment gives all ranks equal work, up to whole documents and room; a cost is that of the model."""
+"""Laws: an assignment gives all ranks equal work, up to whole documents and room; costs are the model's FLOPs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -42,7 +42,7 @@ def assigned(
 @pytest.mark.parametrize("alpha", [0.25, 1.0])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(4, 1), (8, 1), (8, 4), (64, 4), (64, 8)])
 def test_ranks_have_equal_work(ranks: int, micro_batches: int, alpha: float, seed: int) -> None:
-    """But for documents that take longer than a rank's share, in the case of one micro-batch."""
+    """With one micro-batch, a document may take longer than a rank's share."""
     result = assigned(seed, ranks, micro_batches, LONGEST / 8, alpha=alpha)
     assert result.after <= 1.05 * result.least
     assert result.before > 1.02

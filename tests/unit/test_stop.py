@@ -29,10 +29,10 @@ with Stop(int(sys.argv[1]), prints=True) as stop:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2])
 def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals):
-    def mine(*_: object) -> None:
+    def own_handler(*_: object) -> None:
         raise AssertionError
 
-    before = signal.signal(number, mine)
+    before = signal.signal(number, own_handler)
     try:
         with Stop(100) as stop:
             assert stop.signal == 0
@@ -41,7 +41,7 @@ def test_a_signal_is_noted_and_handlers_are_restored(number: signal.Signals):
             while not stop.signal and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert stop.signal == number
-        assert signal.getsignal(number) is mine
+        assert signal.getsignal(number) is own_handler
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(number, before)
@@ -93,6 +93,6 @@ def test_the_timeout_and_a_second_signal_end_at_once(again: signal.Signals | Non
         process.send_signal(again)
     _, err = process.communicate(timeout=10)
     assert process.returncode == 128 + (again or signal.SIGTERM)
-    asked, *rest = err.splitlines()  # two signals at once are one request, and one line
+    asked, *errors = err.splitlines()  # two signals at once are one request, and one line
     assert asked == "SIGTERM: stopping after this step; a second signal ends the run at once"
-    assert rest == ([] if again else ["error: not stopped within checkpoint.stop_timeout_seconds = 1: ended at once"])
+    assert errors == ([] if again else ["error: not stopped within checkpoint.stop_timeout_seconds = 1: ended at once"])

@@ -52,9 +52,9 @@ def test_a_summary_fits_100_columns_for_every_preset(name: str, ranks: int) -> N
 
 
 def test_an_update_during_the_backward_is_said() -> None:
-    given = ["--training.enable_cpu_offload", "--training.max_norm=inf", "--optimizer.name=AdamW"]
+    settings = ["--training.enable_cpu_offload", "--training.max_norm=inf", "--optimizer.name=AdamW"]
     for early, said in (("false", ", on the host, computing"), ("true", ", updated during the backward, ")):
-        assert said in re.sub(r"\s+", " ", summary(job_of(*given, f"--training.early_update={early}")))
+        assert said in re.sub(r"\s+", " ", summary(job_of(*settings, f"--training.early_update={early}")))
 
 
 def test_every_decision_has_its_reason() -> None:
@@ -109,7 +109,7 @@ def test_the_kernel_and_its_rule(settings: list[str], device: str, kernel: str) 
     ],
 )
 def test_packages_that_would_be_faster(settings: list[str], device: str, named: bool) -> None:
-    """Documents and windows are FlashAttention's, of which PyTorch has the second."""
+    """FlashAttention computes documents and windows, and PyTorch has FlashAttention-2."""
     text = summary(job_of(f"{P}context_parallel_degree=2", *settings, ranks=2, device=device))
     words = re.sub(r"\s+", " ", text)
     assert ("FlashAttention-4 on compute capability 9.x and 10.x (pip install flash-attn-4)" in words) == named
@@ -210,8 +210,8 @@ def test_a_size_in_words() -> None:
 @pytest.mark.parametrize("seq_len", [10**12, 2 * 10**9])
 def test_a_length_that_no_memory_holds_is_refused(seq_len: int) -> None:
     job = job_of(f"--training.seq_len={seq_len}")
-    given = rf"training\.local_batch_size = 2, training\.seq_len = {seq_len} .* it has 24\.0 GiB"
-    with pytest.raises(ConfigError, match=rf"{given}; use a smaller batch or length"):
+    message = rf"training\.local_batch_size = 2, training\.seq_len = {seq_len} .* it has 24\.0 GiB"
+    with pytest.raises(ConfigError, match=rf"{message}; use a smaller batch or length"):
         job_notes(job, Machine(0, None, 24 * 2**30), 1)
     job = job_of(f"--training.seq_len={seq_len}", "--training.local_batch_size=1")
     with pytest.raises(ConfigError, match=rf"^training\.seq_len = {seq_len} .*; use a shorter length"):

@@ -59,8 +59,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_attention_of_whole_sequences(row: Row, device: str) -> None:
     """Exact in float64; else at most twice the error of the kernel on one rank."""
-    found, bounds = found_and_bounds(row, device)
-    assert all(error <= bound for error, bound in zip(found, bounds, strict=True)), (found, bounds)
+    results, bounds = found_and_bounds(row, device)
+    assert all(error <= bound for error, bound in zip(results, bounds, strict=True)), (results, bounds)
 
 
 # ---- random layouts: ranks, and whole head groups, without queries or keys
@@ -93,8 +93,13 @@ def spreads(draw: st.DrawFn) -> tuple[Problem, ContextParallelOptions]:
     passes = draw(st.sampled_from([0, 0, 1])) if method != "ring" else 0
     is_self_attention = problem.layout == problem.kv_layout
     keeps = degrees is not None and group > 1 and not passes and is_self_attention and draw(st.booleans())
-    given = {"kernel": "math", "heads_per_pass": passes, "hybrid_degrees": degrees, "keep_exchanged": keeps}
-    return problem, ContextParallelOptions(method, **given)
+    settings_of_method = {
+        "kernel": "math",
+        "heads_per_pass": passes,
+        "hybrid_degrees": degrees,
+        "keep_exchanged": keeps,
+    }
+    return problem, ContextParallelOptions(method, **settings_of_method)
 
 
 _HALVES = [sized(lengths) for lengths in ((3, 2, 0, 0), (0, 0, 4, 3))]
@@ -140,7 +145,7 @@ def test_no_head_group_raises_alone() -> None:
 
 
 def exchanged(rank: int, mesh: ThreadMesh, length: int) -> list[tuple[bool, bool]]:
-    """Whether results and gradients are those of the whole tensor."""
+    """Return whether results and gradients equal the whole tensor's, for each layout and wish."""
     results = []
     for build, kind in product(LAYOUTS.values(), ("everything", "halo", "other layout", "from one", "overlapping")):
         layout = build(length, mesh.size())
@@ -170,10 +175,10 @@ def region_of_decoder(rank: int, mesh: ThreadMesh, grad: str, method: str, fault
 @pytest.mark.parametrize("grad", ["partial", "replicated"])
 @pytest.mark.parametrize("method", ["ring", "all_gather", "all_to_all"])
 def test_a_region_with_local_cross_attention(method: str, grad: str, device: str) -> None:
-    for found in run_ranks(4, region_of_decoder, grad, method, False, device=device):
-        assert largest(*found) < EXACT
-    for found in run_ranks(4, region_of_decoder, grad, method, True, device=device):
-        assert max(found) > 0.1
+    for results in run_ranks(4, region_of_decoder, grad, method, False, device=device):
+        assert largest(*results) < EXACT
+    for results in run_ranks(4, region_of_decoder, grad, method, True, device=device):
+        assert max(results) > 0.1
 
 
 def in_a_context(rank: int, mesh: ThreadMesh, case: Case, different: bool) -> float:
@@ -239,8 +244,8 @@ def test_attention_without_a_wait_is_nan(method: str, module: Any, name: str, wr
         pytest.raises(AssertionError, match="no wait for"),
     ):
         run_ranks(4, kept, results, attended, case, layout, device=device)
-    found = [math.isnan(error) for error in errors(case, [results[rank] for rank in range(4)], layout)]
-    assert found == ([True] * 4 if wrong == "everything" else [False, False, True, True])
+    is_nan = [math.isnan(error) for error in errors(case, [results[rank] for rank in range(4)], layout)]
+    assert is_nan == ([True] * 4 if wrong == "everything" else [False, False, True, True])
 
 
 def test_an_exchange_without_a_wait_is_nan(device: str) -> None:
@@ -283,8 +288,8 @@ def replicated_beside(rank: int, mesh: ThreadMesh) -> list[list[float]]:
 
 def test_a_replicated_tensor_sums_its_own_gradient_alone(device: str) -> None:
     """Autograd gives both terms of a sum one cotangent: adding the ranks' up in place would change the other's."""
-    for rank, found in enumerate(run_ranks(2, replicated_beside, device=device)):
-        assert found == [[3.0] * 3, [rank + 1.0] * 3, [rank + 1.0] * 3]
+    for rank, gradients in enumerate(run_ranks(2, replicated_beside, device=device)):
+        assert gradients == [[3.0] * 3, [rank + 1.0] * 3, [rank + 1.0] * 3]
 
 
 @pytest.mark.parametrize("method", ["all_to_all", "hybrid"])

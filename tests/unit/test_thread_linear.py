@@ -53,13 +53,13 @@ def scanned(
     """Output and gradients of this rank's rows; share: of the tokens at which a document begins."""
     own = torch.from_numpy(layout.indices(rank))
     inputs = drawn(kind, 2, layout.length, seed=1, strength=strength, dtype=dtype)
-    mine = [None if x is None else x[:, own].detach().requires_grad_() for x in inputs]
+    shards = [None if x is None else x[:, own].detach().requires_grad_() for x in inputs]
     positions = positions_of(starts_of(2, layout.length, share, 3))[:, own]
     with opened(LivePlan(mesh, layout), 2) as handle:
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            out = linear_attention(Tokens(*mine, positions, 0.5), handle)[0]
-        given = [x for x in mine if x is not None]
-        return [out.detach(), *torch.autograd.grad(out, given, _cotangent(out.dtype, layout.length)[:, own])]
+            out = linear_attention(Tokens(*shards, positions, 0.5), handle)[0]
+        leaves = [x for x in shards if x is not None]
+        return [out.detach(), *torch.autograd.grad(out, leaves, _cotangent(out.dtype, layout.length)[:, own])]
 
 
 def _cotangent(dtype: torch.dtype, length: int = LENGTH) -> torch.Tensor:
@@ -69,7 +69,7 @@ def _cotangent(dtype: torch.dtype, length: int = LENGTH) -> torch.Tensor:
 
 def whole_of(layout: AxisLayout, parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     places = torch.from_numpy(layout.order().argsort())
-    return [torch.cat(of_ranks, 1)[:, places] for of_ranks in zip(*parts, strict=True)]
+    return [torch.cat(shards, 1)[:, places] for shards in zip(*parts, strict=True)]
 
 
 @pytest.mark.parametrize("most", [0, linear_scan.GATHERED_BYTES], ids=["in_turn", "gathered"])
@@ -122,12 +122,12 @@ def test_fragments_are_in_the_order_of_their_tokens(layout: AxisLayout, size: in
         starts = sorted(start for ranges in cut.ranges for start, _ in ranges)
         fragments = linear_scan.fragments_of(cut)
         for rank, ranges in enumerate(cut.ranges):
-            mine = [starts.index(start) for start, _ in ranges]
-            assert [i for a, b in fragments.ranges[rank] for i in range(a, b)] == mine
+            own_fragments = [starts.index(start) for start, _ in ranges]
+            assert [i for a, b in fragments.ranges[rank] for i in range(a, b)] == own_fragments
             before, behind = linear_scan.maps_before(fragments)[rank], linear_scan.maps_after(fragments)[rank]
-            assert {i for a, b in before for i in range(a, b)} == set(range(max(mine, default=0)))
+            assert {i for a, b in before for i in range(a, b)} == set(range(max(own_fragments, default=0)))
             assert {i for a, b in behind for i in range(a, b)} == set(
-                range(min(mine, default=len(starts)) + 1, len(starts))
+                range(min(own_fragments, default=len(starts)) + 1, len(starts))
             )
     chunks = {start // size: rank for rank, ranges in enumerate(cut.ranges) for a, b in ranges for start in range(a, b)}
     last_tokens = {(stop - 1) // size: stop - 1 for stop in [*range(size, layout.length, size), layout.length]}
@@ -151,16 +151,18 @@ CUTS = {
 }
 
 
-def of_rank(rank: int, mesh: ThreadMesh, layout: AxisLayout, given: list[torch.Tensor | None]) -> list[torch.Tensor]:
+def rank_gradients(
+    rank: int, mesh: ThreadMesh, layout: AxisLayout, tensors: list[torch.Tensor | None]
+) -> list[torch.Tensor]:
     with opened(LivePlan(mesh, layout), 2) as handle:
-        return with_gradients(given, torch.from_numpy(layout.indices(rank)), handle)
+        return with_gradients(tensors, torch.from_numpy(layout.indices(rank)), handle)
 
 
 def with_gradients(
-    given: list[torch.Tensor | None], own: torch.Tensor, handle: torch.Tensor | None
+    tensors: list[torch.Tensor | None], own: torch.Tensor, handle: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Output and gradients of some rows; the last two inputs are positions and a cotangent."""
-    *inputs, positions, cotangent = (None if x is None else x[:, own].detach() for x in given)
+    *inputs, positions, cotangent = (None if x is None else x[:, own].detach() for x in tensors)
     inputs = [None if x is None else x.requires_grad_() for x in inputs]
     out = linear_attention(Tokens(*inputs, positions, 0.5), handle)[0]
     return [out.detach(), *torch.autograd.grad(out, [x for x in inputs if x is not None], cotangent)]
@@ -170,13 +172,13 @@ def ranks_and_one(kind: str, cut: str, dtype: torch.dtype) -> Iterator[tuple[tor
     """Output and gradients of ranks, and of one process."""
     layout = CUTS[cut]
     cotangent = torch.randn(2, 300, 4, 3, generator=torch.Generator().manual_seed(5)).to(dtype)
-    given = [
+    tensors = [
         *drawn(kind, 2, 300, seed=1, strength=0.01, dtype=dtype),
         positions_of(starts_of(2, 300, 0.002, 3)),
         cotangent,
     ]
-    got = whole_of(layout, run_ranks(RANKS, of_rank, layout, given))
-    return zip(got, with_gradients(given, torch.arange(300), None), strict=True)
+    got = whole_of(layout, run_ranks(RANKS, rank_gradients, layout, tensors))
+    return zip(got, with_gradients(tensors, torch.arange(300), None), strict=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -185,8 +187,8 @@ def ranks_and_one(kind: str, cut: str, dtype: torch.dtype) -> Iterator[tuple[tor
 def test_deterministic_ranks_have_the_bits_of_one_process(
     deterministic: None, kind: str, cut: str, dtype: torch.dtype
 ) -> None:
-    for of_ranks, of_one in ranks_and_one(kind, cut, dtype):
-        assert torch.equal(of_ranks, of_one)
+    for several, single in ranks_and_one(kind, cut, dtype):
+        assert torch.equal(several, single)
 
 
 @pytest.mark.parametrize("kind", KINDS)

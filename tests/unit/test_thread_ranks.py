@@ -78,9 +78,9 @@ def round_trips(rank: int, mesh: ThreadMesh, count: int) -> list[bool]:
     transfers, wanted = [], []
     for number in range(count):
         for peer in range(mesh.size()):
-            mine, theirs = (numbers(100 * r + number, 5 + number, device=mesh.device_type) for r in (rank, peer))
+            own, theirs = (numbers(100 * r + number, 5 + number, device=mesh.device_type) for r in (rank, peer))
             wanted.append((torch.zeros_like(theirs), theirs))
-            transfers.append(Transfer(mine, peer, is_send=True))
+            transfers.append(Transfer(own, peer, is_send=True))
             transfers.append(Transfer(wanted[-1][0], peer, is_send=False))
     pending = [send_receive(part, mesh.get_group(), kind="test") for part in (transfers[:7], transfers[7:])]
     assert all(buffer.isnan().all() for buffer, _ in wanted)
@@ -152,7 +152,7 @@ def differing(rank: int, mesh: ThreadMesh) -> None:
     all_reduce(torch.ones(1), mesh, "sum" if rank else "max")
 
 
-def of_other_size(rank: int, mesh: ThreadMesh) -> None:
+def send_other_size(rank: int, mesh: ThreadMesh) -> None:
     all_to_all(torch.ones(2), [1, 1], [1, 1 + rank], mesh.get_group(), kind="test")[1].wait()
 
 
@@ -168,7 +168,7 @@ def in_another_order(rank: int, mesh: ThreadMesh) -> None:
     [
         (returning, "returned and never posted"),
         (differing, "the ranks differ"),
-        (of_other_size, "1 of torch.float32 sent to 2"),
+        (send_other_size, "1 of torch.float32 sent to 2"),
         (in_another_order, "the ranks differ"),
     ],
 )

@@ -1,7 +1,7 @@
 """Law: each causal model of the installed transformers equals one process over ranks, also its windows, or is refused.
 
-Windows lie between the length of a rank's part and that of the sequence: transformers then takes them for longer than
-the sequence and makes no mask.
+Windows are longer than a rank's part and shorter than the sequence. Transformers then takes them for longer than the
+sequence and makes no mask.
 """
 
 import copy
@@ -67,20 +67,20 @@ CONFIGS = {cls.__name__.removesuffix("Config"): cls for cls in MODEL_FOR_CAUSAL_
 def config_of(cls: type) -> Any:
     """A small configuration with windows in every second layer, or in all."""
     default = cls()
-    given = {name: value for name, value in SIZES.items() if hasattr(default, name)}
-    given = {name: value for name, value in given.items() if name not in getattr(cls, "attribute_map", {})}
-    if "qk_rope_head_dim" in given:
-        given |= {"num_key_value_heads": 4}
+    sizes = {name: value for name, value in SIZES.items() if hasattr(default, name)}
+    sizes = {name: value for name, value in sizes.items() if name not in getattr(cls, "attribute_map", {})}
+    if "qk_rope_head_dim" in sizes:
+        sizes |= {"num_key_value_heads": 4}
     kinds = getattr(default, "layer_types", None)
-    if kinds and ("sliding_attention" in kinds or "use_sliding_window" in given):
-        given["layer_types"] = ["sliding_attention", "full_attention"]
+    if kinds and ("sliding_attention" in kinds or "use_sliding_window" in sizes):
+        sizes["layer_types"] = ["sliding_attention", "full_attention"]
     elif kinds:
-        given["layer_types"] = [kinds[0], kinds[-1]]
-    return cls(**given)
+        sizes["layer_types"] = [kinds[0], kinds[-1]]
+    return cls(**sizes)
 
 
 def _skip(name: str, reason: str) -> NoReturn:
-    """Skip a class that no small model of ours fits; those of `QUICK` must run."""
+    """Skip a class that no small model of ours fits; the classes in `QUICK` must run."""
     if name in QUICK:
         raise AssertionError(f"{name}: {reason}")
     pytest.skip(reason)
@@ -203,16 +203,16 @@ def test_values_of_another_size_than_keys(implementation: str) -> None:
 
 
 def test_check_model_says_what_is_equal_and_what_differs() -> None:
-    found = verified(Shifting(0.0).double())
-    assert found.holds
-    assert {row.what: row.result for row in found.rows} == {
+    report = verified(Shifting(0.0).double())
+    assert report.holds
+    assert {row.what: row.result for row in report.rows} == {
         **dict.fromkeys(("attention", "logits", "loss", "gradients"), "equal"),
         "no gradient": "not seen",
     }
-    assert "2 parameters had none, among them unused.weight" in str(found)
-    found = verified(Shifting(0.5).double(), method="all_to_all", load_balancer="contiguous")
-    assert not found.holds
-    named = {row.what.strip(): row.result for row in found.rows}
+    assert "2 parameters had none, among them unused.weight" in str(report)
+    report = verified(Shifting(0.5).double(), method="all_to_all", load_balancer="contiguous")
+    assert not report.holds
+    named = {row.what.strip(): row.result for row in report.rows}
     wanted = ("logits", "loss", "gradients", "tokens.weight", "mix.weight", "out.weight")
     assert [named[name] for name in wanted] == ["DIFFERS"] * len(wanted)
 
@@ -226,9 +226,9 @@ def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
     assert verified(model).holds
     model.config.sliding_window = SEQ_LEN
     model.config.attention_dropout = 0.5
-    found = verified(model)
-    assert found.holds
-    assert "a window of 24 hides nothing of 24 tokens" in str(found)
+    report = verified(model)
+    assert report.holds
+    assert "a window of 24 hides nothing of 24 tokens" in str(report)
 
 
 @pytest.mark.slow
@@ -256,8 +256,8 @@ def test_the_script_check_model(model: str, code: int, words: str, tmp_path: Pat
 def test_a_published_configuration_is_made_small(tmp_path: Path) -> None:
     """A layer of each kind, and a window that hides something."""
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
-    given = {"num_hidden_layers": 4, "vocab_size": 128256, "layer_types": kinds, "sliding_window": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(given))
+    entries = {"num_hidden_layers": 4, "vocab_size": 128256, "layer_types": kinds, "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(entries))
     args = script.parser().parse_args([str(tmp_path), "--set", "hidden_size=64", "--seq-len", "40"])
     changes = script._changes(tmp_path, args)
     assert changes["layer_types"] == ["sliding_attention", "full_attention"]

@@ -140,10 +140,10 @@ class Dims:
 
 def predicted(tmp_path: Path, device: str, peak: float | None) -> float:
     """The prediction of a run with 8e15 FLOPs a step over 8 ranks."""
-    found = SimpleNamespace(device=torch.device(device), peak_flops=peak, dims=Dims(), _estimate=tmp_path / "e.json")
-    found.tokens_per_step, found.flops_per_token = 1000, (8e12, 4e12)
-    found._estimated = lambda name: MetricsLogger._estimated(found, name)
-    return MetricsLogger.predicted_seconds(found)
+    metrics = SimpleNamespace(device=torch.device(device), peak_flops=peak, dims=Dims(), _estimate=tmp_path / "e.json")
+    metrics.tokens_per_step, metrics.flops_per_token = 1000, (8e12, 4e12)
+    metrics._estimated = lambda name: MetricsLogger._estimated(metrics, name)
+    return MetricsLogger.predicted_seconds(metrics)
 
 
 def test_the_prediction_is_the_planners_or_all_flops_at_a_low_speed(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ class Direct(Numbers):
 
     def __init__(self, settings: DataSettings) -> None:
         encoder = ConversationEncoder(open_tokenizer(settings.tokenizer), find_template(settings.tokenizer, None))
-        self.documents = [encoder.encode(found) for found in all_documents(settings)]
+        self.documents = [encoder.encode(conversation) for conversation in all_documents(settings)]
         super().__init__([len(document.ids) for document in self.documents])
 
     def __getitem__(self, i: int) -> Encoded:
@@ -88,9 +88,9 @@ def test_conversations_become_the_same_sequences_and_labels_bit_for_bit(tmp_path
     settings = DataSettings("chat", str(file), str(folder))
     shape = {"seq_len": 64, "local_batch_size": 2, "data_streams": 3, "seed": 5, "dp_rank": 0, "dp_degree": 1}
     data = open_text(settings, packing), TextData(Direct(settings), packing, conversations=TooLong())
-    found, wanted = (list(islice(iter(batch_loader(one, **shape)), 40)) for one in data)
-    assert [batch_hash(batch) for batch in found] == [batch_hash(batch) for batch in wanted]
-    assert any((batch["labels"] != -100).any() and (batch["labels"] == -100).any() for batch in found)
+    batches, wanted = (list(islice(iter(batch_loader(one, **shape)), 40)) for one in data)
+    assert [batch_hash(batch) for batch in batches] == [batch_hash(batch) for batch in wanted]
+    assert any((batch["labels"] != -100).any() and (batch["labels"] == -100).any() for batch in batches)
 
 
 def test_a_flipped_answer_is_a_damaged_document(tmp_path: Path, cache: Path) -> None:

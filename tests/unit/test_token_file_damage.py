@@ -128,9 +128,9 @@ def test_the_same_command_makes_a_damaged_shard_again(
         file.unlink()
     capsys.readouterr()
     made(lines, tokens)
-    told = capsys.readouterr().out
-    assert "shard-00000 is damaged, and is made again\n" in told
-    assert f"{tokens} has {len(before) // 3 - 1} of {len(before) // 3} shards already" in told
+    output = capsys.readouterr().out
+    assert "shard-00000 is damaged, and is made again\n" in output
+    assert f"{tokens} has {len(before) // 3 - 1} of {len(before) // 3} shards already" in output
     assert {file.name: file.read_bytes() for file in tokens.iterdir()} == before
 
 

@@ -135,12 +135,12 @@ def test_a_row_that_is_no_utf8_is_a_bad_record(tmp_path: Path, capsys: pytest.Ca
     texts = pyarrow.array([b"one", b"gr\xfc\xdfe", None, "drei ä".encode()]).view(pyarrow.string())
     table = pyarrow.table({"text": texts.dictionary_encode() if dictionary else texts})
     parquet.write_table(table, tmp_path / "a.parquet")
-    given = ["--path", tmp_path / "a.parquet", "--output"]
-    assert lct_tokenize(*given, tmp_path / "stopped") == 2
+    arguments = ["--path", tmp_path / "a.parquet", "--output"]
+    assert lct_tokenize(*arguments, tmp_path / "stopped") == 2
     assert 'a.parquet, row 1, must have a text in UTF-8 in the column "text"' in capsys.readouterr().err
-    source = opened(made(given[1], tmp_path / "skipped", "--on-bad-record", "skip"))
-    found = [open_tokenizer().decode(source[i].ids[1:-1].tolist()) for i in range(4)]
-    assert found == ["one", "", "", "drei ä"]
+    source = opened(made(arguments[1], tmp_path / "skipped", "--on-bad-record", "skip"))
+    decoded = [open_tokenizer().decode(source[i].ids[1:-1].tolist()) for i in range(4)]
+    assert decoded == ["one", "", "", "drei ä"]
 
 
 def test_a_flipped_bit_in_a_page_of_parquet_is_told(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -136,8 +136,8 @@ def test_what_begins_and_ends_a_text(
     folder = write_json(tmp_path / "it", config=config, begins=begins)
     (folder / "generation_config.json").write_text(json.dumps(others))
     tokenizer = open_tokenizer(str(folder))
-    found = [None if i is None else tokenizer.decode([i]) for i in (tokenizer.bos_id, tokenizer.eos_id)]
-    assert tuple(found) == ends
+    decoded = [None if i is None else tokenizer.decode([i]) for i in (tokenizer.bos_id, tokenizer.eos_id)]
+    assert tuple(decoded) == ends
     if ends[0] is None:
         assert tokenizer.encode("a", bos=True) == tokenizer.encode("a"), "a token that there is not is left out"
     if config is not None:

@@ -29,8 +29,10 @@ def added_methods(module: ModuleType) -> Iterator[str]:
         bases = [base for base in owner.__mro__[1:] if base.__module__.startswith(_OURS)]
         for name, method in vars(owner).items():
             if bases and not name.startswith("_") and inspect.isfunction(method):
-                found = next((vars(base)[name] for base in bases if name in vars(base)), None)
-                if found is None or [*inspect.signature(found).parameters] != [*inspect.signature(method).parameters]:
+                original = next((vars(base)[name] for base in bases if name in vars(base)), None)
+                if original is None or [*inspect.signature(original).parameters] != [
+                    *inspect.signature(method).parameters
+                ]:
                     yield f"{owner.__name__}.{name}"
 
 

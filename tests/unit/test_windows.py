@@ -116,14 +116,14 @@ def test_a_plan_of_rows_keeps_the_wanted_rows_and_knows_who_lacks_some(examples:
     @given(wishes(), st.booleans())
     def law(drawn: tuple, periodic: bool) -> None:
         layout, wanted = drawn
-        found, source = plan_rows(layout.ranges, layout.length, wanted, periodic)
+        sources, source = plan_rows(layout.ranges, layout.length, wanted, periodic)
         lacks = False
-        for own, before, after in zip(layout.ranges, wanted, found, strict=True):
+        for own, before, after in zip(layout.ranges, wanted, sources, strict=True):
             asked = [row % layout.length if periodic else row for part in before for row in range(*part)]
             assert [row for part in after for row in range(*part)] == asked
             owned = {row for part in own for row in range(*part)}
             lacks |= any(0 <= row < layout.length and row not in owned for row in asked)
-        for own, after in zip(layout.ranges, found, strict=True):
+        for own, after in zip(layout.ranges, sources, strict=True):
             if lacks:
                 break
             rows = torch.tensor([row for part in own for row in range(*part)], dtype=torch.long)
@@ -131,7 +131,7 @@ def test_a_plan_of_rows_keeps_the_wanted_rows_and_knows_who_lacks_some(examples:
             wanted_rows = [row for part in after for row in range(*part)]
             assert taken.tolist() == [row if 0 <= row < layout.length else -1 for row in wanted_rows]
         assert (source == "ranks") == lacks
-        assert source != "own" or found == layout.ranges
+        assert source != "own" or sources == layout.ranges
 
     law()
 

@@ -21,8 +21,8 @@ def lct_tokenize(*argv: object) -> int:
     return lct(["tokenize", *map(str, argv), "--processes", "1"])
 
 
-def made(path: Path, output: Path, *more: object) -> str:
-    assert lct_tokenize("--path", path, "--output", output, *more) == 0
+def made(path: Path, output: Path, *arguments: object) -> str:
+    assert lct_tokenize("--path", path, "--output", output, *arguments) == 0
     return str(output)
 
 
@@ -43,7 +43,7 @@ def refusal(path: object, **how: object) -> str:
 
 
 def small_shards(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    """Cut the inputs at so many bytes."""
+    """Cut the inputs into parts of at most `size` bytes."""
     monkeypatch.setattr(
         module.Inputs, "parts", lambda self, _: source_of(self.settings).parts(self.settings, self.files, size)
     )

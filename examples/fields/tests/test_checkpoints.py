@@ -32,7 +32,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def saving_case(folder: str, arguments: list[str]) -> tuple[dict, list[float]]:
-    """Load what is there, or train and save; the state then, whole, and the losses of the next steps."""
+    """Load the latest checkpoint, or train and save one.
+
+    Returns:
+        The whole state then, and the losses of the next steps.
+    """
     with trainer_in(folder, arguments, SETTINGS) as trainer:
         if not trainer.start_step:
             for step in range(1, TRAINED + 1):

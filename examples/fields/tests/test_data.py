@@ -1,4 +1,4 @@
-"""Laws of fields: what is written is read, each rank its part; one order for all degrees; resumption; refusals."""
+"""Laws of fields: a file reads as it was written, each rank its part; one order for all degrees; resuming; refusals."""
 
 import json
 import shutil
@@ -233,7 +233,7 @@ def merged(loaders) -> dict:
 
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 4, 2), (4, 2, 1), (3, 2, 6)])
 def test_resume_in_an_epoch_on_another_degree_is_exact(source: FieldSource, degrees) -> None:
-    """Legs of 3 batches on so many ranks, each resumed from the state of the one before, over the end of an epoch."""
+    """Each leg has 3 batches on another number of ranks, and resumes from the leg before, over the end of an epoch."""
     everything = numbers(islice(loader(source), 6 * sum(degrees)))
     states, done = None, 0
     for d in degrees:

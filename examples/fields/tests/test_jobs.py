@@ -31,21 +31,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def job_of(path: str, *arguments: str, ranks: int = 1) -> ResolvedJob:
-    given = [
+    settings = [
         "--job.imports=examples.fields",
         "--model.name=unet",
         "--training.dataset=fields",
         f"--training.dataset_path={path}",
     ]
-    given += ["--training.data_streams=4"]
-    return resolve(parse_command_line([*given, *arguments]).config, ranks, "cpu")
+    settings += ["--training.data_streams=4"]
+    return resolve(parse_command_line([*settings, *arguments]).config, ranks, "cpu")
 
 
 SHAPES = [
-    ("unet", UNetArgs(widths=(8, 16, 24), blocks=2, groups=4).of_fields(3, 16, 24)),
-    ("unet", UNetArgs(widths=(16, 32), blocks=1, groups=8).of_fields(3, 16, 24)),
-    ("nat", NATArgs(dim=32, n_layers=3, n_heads=4, kernel=3, dilation=2, hidden_dim=48).of_fields(3, 16, 24)),
-    ("points", PointsArgs(dim=16, n_layers=2, neighbors=4, slices=3).of_fields(6, 20, 1)),
+    ("unet", UNetArgs(widths=(8, 16, 24), blocks=2, groups=4).for_fields(3, 16, 24)),
+    ("unet", UNetArgs(widths=(16, 32), blocks=1, groups=8).for_fields(3, 16, 24)),
+    ("nat", NATArgs(dim=32, n_layers=3, n_heads=4, kernel=3, dilation=2, hidden_dim=48).for_fields(3, 16, 24)),
+    ("points", PointsArgs(dim=16, n_layers=2, neighbors=4, slices=3).for_fields(6, 20, 1)),
 ]
 
 
@@ -59,7 +59,7 @@ def test_the_number_of_parameters_is_that_of_the_model(name: str, args: FieldArg
 @pytest.mark.parametrize("name", ["unet", "nat", "points"])
 def test_flavors_can_be_built(name: str) -> None:
     for args in MODELS[name].flavors.values():
-        args = args.of_fields(*args.assumed_shape)
+        args = args.for_fields(*args.assumed_shape)
         with torch.device("meta"):
             model = model_spec(name).build(args)
         assert sum(p.numel() for p in model.parameters()) == args.n_params()
@@ -253,7 +253,7 @@ def test_fields_that_are_elsewhere_have_an_assumed_shape() -> None:
 def test_a_field_model_is_described_in_checkpoints_without_its_grid() -> None:
     from trainer.stores.state import model_description
 
-    args = UNetArgs(widths=(8, 16)).of_fields(3, 16, 24)
+    args = UNetArgs(widths=(8, 16)).for_fields(3, 16, 24)
     config = parse_command_line([*IMPORTS, "--model.name=unet"]).config
     assert model_description(config, args) == model_description(config, replace(args, height=64))
     assert model_description(config, args)["widths"] == [8, 16]

@@ -20,7 +20,7 @@ DIMS = ("member", "time", "lat", "lon")
 
 
 def written(path: Path, *, trajectories: slice | int = slice(None), packed: bool = False, **attributes: object) -> Path:
-    """A file as those of others: two variables of fields, coordinates, and bounds of times."""
+    """Write a file as other programs do: two variables of fields, coordinates, and bounds of times."""
     variables = {}
     for channel, name in enumerate(ATTRIBUTES["channels"]):
         frames = FRAMES[trajectories, :, channel]

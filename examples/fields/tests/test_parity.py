@@ -36,7 +36,7 @@ def fields(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_drifting_fields(tmp_path_factory.mktemp("fields") / "fields.zarr")
 
 
-def arguments(model: str, path: str, *more: str) -> list[str]:
+def arguments(model: str, path: str, *options: str) -> list[str]:
     return [
         "--job.imports=examples.fields",
         f"--model.name={model}",
@@ -47,7 +47,7 @@ def arguments(model: str, path: str, *more: str) -> list[str]:
         "--training.global_batch_size=4",
         "--training.local_batch_size=2",
         "--training.dtype=float64",
-        *more,
+        *options,
     ]
 
 
@@ -66,8 +66,8 @@ QUICK = {("unet", "4, one empty"), ("nat", "tp2 + 2")}
 def test_every_layout_trains_as_one_process(
     pool: WorkerPool, fields: str, references: dict[str, Record], model: str, layout: str
 ) -> None:
-    world, more = (LAYOUTS | TENSOR_PARALLEL)[layout]
-    got = pool.run(world, run_layout, arguments(model, fields, *more))
+    world, options = (LAYOUTS | TENSOR_PARALLEL)[layout]
+    got = pool.run(world, run_layout, arguments(model, fields, *options))
     assert_parity(got[0], references[model], TOLERANCE)
     assert got[0].local_elements < references[model].local_elements, "parameters are sharded over the domain"
 
@@ -94,17 +94,17 @@ POINTS = {
 
 
 @pytest.fixture(scope="module")
-def of_points(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Record]:
+def point_run(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Record]:
     """The arguments of the model of points, and its steps in one process."""
-    given = arguments("points", write_drifting_points(tmp_path_factory.mktemp("points") / "points.zarr"))
-    return given, pool.run(1, run_layout, given)[0]
+    settings = arguments("points", write_drifting_points(tmp_path_factory.mktemp("points") / "points.zarr"))
+    return settings, pool.run(1, run_layout, settings)[0]
 
 
 @pytest.mark.parametrize("layout", ["4, one empty", *slow(*(name for name in POINTS if name != "4, one empty"))])
-def test_points_train_as_in_one_process(pool: WorkerPool, of_points: tuple[list[str], Record], layout: str) -> None:
-    given, reference = of_points
-    world, more = POINTS[layout]
-    assert_parity(pool.run(world, run_layout, [*given, *more])[0], reference, TOLERANCE)
+def test_points_train_as_in_one_process(pool: WorkerPool, point_run: tuple[list[str], Record], layout: str) -> None:
+    settings, reference = point_run
+    world, options = POINTS[layout]
+    assert_parity(pool.run(world, run_layout, [*settings, *options])[0], reference, TOLERANCE)
 
 
 COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]

@@ -36,9 +36,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def run_main(folder: str, path: str, arguments: list[str]) -> list[dict]:
     """On each rank: the program's own main; the logged steps from rank 0's file."""
-    given = [f"--training.dataset_path={path}", f"--job.dump_folder={folder}", "--training.data_streams=4"]
-    given += ["--metrics.log_freq=1", f"--training.steps={STEPS}", "--lr_scheduler.total_steps=60"]
-    code = train.main([*given, "--checkpoint.interval=2", *arguments])
+    settings = [f"--training.dataset_path={path}", f"--job.dump_folder={folder}", "--training.data_streams=4"]
+    settings += ["--metrics.log_freq=1", f"--training.steps={STEPS}", "--lr_scheduler.total_steps=60"]
+    code = train.main([*settings, "--checkpoint.interval=2", *arguments])
     assert code == 0, code
     if Process.from_environment().rank:
         return []
@@ -52,7 +52,7 @@ def preset(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, preset: list[str]) -> Path:
-    """Of the run of one rank with this preset."""
+    """Folder of the run of one rank with this preset."""
     return tmp_path_factory.mktemp("one")
 
 
@@ -69,10 +69,10 @@ def test_losses_are_those_of_one_rank(
     ranks, arguments = LAYOUTS[name]
     got = pool.run(ranks, run_main, str(tmp_path), path, [*preset, *arguments])[0]
     assert len(got) == len(one_rank) == STEPS
-    for mine, theirs in zip(got, one_rank, strict=True):
+    for row, reference in zip(got, one_rank, strict=True):
         for key in ("loss", "loss_max", "grad_norm"):
-            assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
-        assert mine["tokens_seen"] == theirs["tokens_seen"] == mine["step"] * 8 * 32 * 24
+            assert row[key] == pytest.approx(reference[key], rel=1e-5), (row["step"], key)
+        assert row["tokens_seen"] == reference["tokens_seen"] == row["step"] * 8 * 32 * 24
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def test_a_checkpoint_of_one_division_is_loaded_by_another(
         ranks, arguments = LAYOUTS[layout]
         got = pool.run(ranks, run_main, str(tmp_path), path, [*preset, *arguments, f"--training.steps={last}"])[0]
     assert [step["step"] for step in got] == [1, 2, 3, 4]
-    for mine, theirs in zip(got, one_rank, strict=True):
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5), mine["step"]
+    for row, reference in zip(got, one_rank, strict=True):
+        assert row["loss"] == pytest.approx(reference["loss"], rel=1e-5), row["step"]
 
 
 def forecast(folder: Path) -> list[list[str]]:
@@ -113,7 +113,7 @@ def test_a_run_forecasts(folder: Path) -> None:
 
 
 def on_ranks(folder: str, output: str, degrees: list[str]) -> tuple[int, str, str]:
-    """Exit code and what is printed, on this rank."""
+    """Predict on this rank; return the exit code, the output and the error output."""
     printed, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
         code = predict([folder, "--steps", "4", "--output", output, *degrees])

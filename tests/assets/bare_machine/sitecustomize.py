@@ -11,18 +11,18 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, req
 
 def _needed(*roots: str) -> set[str]:
     """Return the names of packages and of all that they need, without extras."""
-    found: set[str] = set()
+    required: set[str] = set()
     names = [*roots]
     while names:
         name = re.sub(r"[-_.]+", "-", names.pop()).lower()
-        if name not in found:
+        if name not in required:
             try:
                 needs = requires(name) or []
             except PackageNotFoundError:
                 continue
-            found.add(name)
+            required.add(name)
             names += [re.match(r"[\w.-]+", need)[0] for need in needs if "extra ==" not in need]
-    return found
+    return required
 
 
 _KEPT = _needed("torch", "numpy", "triton")

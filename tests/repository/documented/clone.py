@@ -107,11 +107,11 @@ class Clone:
         kinds = {PLAIN: variables}
         if not shim.why_not():
             kinds[WITH_SHIM] = {**variables, "LD_PRELOAD": shim.environment(shim.build())["LD_PRELOAD"]}
-        for name, of_kind in kinds.items():
+        for name, kind_variables in kinds.items():
             command = [self._real / "bin" / "python", "-m", "tests.repository.documented.warm_server", "new"]
             command[-1] = self._sockets / name
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._servers.append(subprocess.Popen(command, cwd=self.tree, env=of_kind, **pipes))
+            self._servers.append(subprocess.Popen(command, cwd=self.tree, env=kind_variables, **pipes))
         for server in self._servers:
             assert server.stdout.readline() == b"ready\n"
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 class Instead:
     """Commands that match `pattern`, whole, are not run as they stand.
 
-    why: the reason; instead: what bash runs, a template of the match; says: a regular expression for what is printed.
+    why: the reason; instead: the text that bash runs, a template of the match; says: a regular expression of the
+    output.
     """
 
     pattern: str

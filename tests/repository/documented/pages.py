@@ -71,15 +71,15 @@ def _quote_is_open(code: str) -> bool:
 
 def all_commands() -> dict[str, Command]:
     """Return every command by its text, in the order of the pages."""
-    found: dict[str, Command] = {}
+    commands_by_text: dict[str, Command] = {}
     for path in PAGES:
         page = str(path.relative_to(ROOT))
         shown = {_words(command): output for command, output in outputs(path.read_text())}
         for command in commands(path):
             text = command.removeprefix("$ ")
             output = shown[_words(text)] if command.startswith("$ ") else None
-            found.setdefault(text, Command(text, page, output))
-    return found
+            commands_by_text.setdefault(text, Command(text, page, output))
+    return commands_by_text
 
 
 def _words(command: str) -> str:

@@ -65,7 +65,8 @@ APPENDED = {
 def program_of(words: Sequence[str]) -> tuple[str, int]:
     """Return the name of the program that a command runs, and the index of its first argument.
 
-    `lct train`, `tests.fake_cuda` and `scripts/proof.py` are such names; "" for others. Torchrun is that of its ranks.
+    `lct train`, `tests.fake_cuda` and `scripts/proof.py` are such names; "" for others. For torchrun it is its ranks'
+    program.
     """
     name, at = Path(words[0]).name, 1
     if name == "run_llama_train.sh":
