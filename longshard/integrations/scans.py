@@ -151,7 +151,10 @@ def _starts(mask: Mask, number: int) -> np.ndarray:
 
 
 def _convolution(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
-    """hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S)."""
+    """Compute a causal convolution over all ranks.
+
+    hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S).
+    """
     x, weight, bias, activation = (arguments[key] for key in _CONVOLUTION)
     rows = x.to(weight.dtype).transpose(1, 2)
     out = context_parallel_convolution(
@@ -163,7 +166,10 @@ def _convolution(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
 
 
 def _delta_rule(where: Where, arguments: dict[str, Any]) -> tuple[torch.Tensor, None]:
-    """query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V)."""
+    """Compute the gated delta rule over all ranks.
+
+    query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V).
+    """
     q, k, v, g, beta = (arguments[key] for key in _DELTA)
     if arguments.get("use_qk_l2norm_in_kernel"):
         q, k = (
@@ -175,7 +181,10 @@ def _delta_rule(where: Where, arguments: dict[str, Any]) -> tuple[torch.Tensor, 
 
 
 def _mamba2(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
-    """hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P)."""
+    """Compute the scan of Mamba-2 over all ranks.
+
+    hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P).
+    """
     x, step, rate, k, q = (arguments[key] for key in _MAMBA)
     step = step if arguments["dt_bias"] is None else step + arguments["dt_bias"].to(step.dtype)
     step = wide(
@@ -189,7 +198,10 @@ def _mamba2(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
 
 
 def _mamba1(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
-    """hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S). A channel is a head."""
+    """Compute the scan of Mamba over all ranks; a channel is a head.
+
+    hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S).
+    """
     x, step, rate, k, q = (arguments[key] for key in _MAMBA)
     step = (
         step

@@ -64,7 +64,7 @@ class Piece:
 
     @cached_property
     def elements(self) -> int:
-        """Number of elements of all matrices."""
+        """Number of elements of the part."""
         return sum(rows * columns for rows, columns in self.shapes)
 
 
@@ -313,7 +313,12 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
 
 
 def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
-    """Return the parts of a matrix, the rows `rows` of a parameter, that boxes have."""
+    """Return the parts of a matrix that lie in the boxes.
+
+    Args:
+        boxes: The boxes of a parameter.
+        rows: The rows of the parameter that make the matrix.
+    """
     pieces = (
         (tuple(common_parts(rows, Offsets(box.rows))), box, ranks)
         for box, ranks in boxes.items()
@@ -328,7 +333,12 @@ def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
 def _boxes(
     parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxes]
 ) -> Boxes:
-    """Return the part of a parameter on each of the ranks, by its number among them.
+    """Return the boxes of a parameter, each with the ranks that hold it.
+
+    Args:
+        parameter: The parameter, any shape.
+        ranks: Global ranks. In the result, a rank is its index in this tuple.
+        known: Earlier results, by shape, mesh and placements; changed in place.
 
     Raises:
         ValueError: The parameter is on other ranks.

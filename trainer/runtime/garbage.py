@@ -32,7 +32,7 @@ def imports_uncollected() -> Iterator[None]:
 
 @contextmanager
 def manual_garbage_collection() -> Iterator[Callable[[int], None]]:
-    """Switch automatic collection off inside. The yielded function of the step collects now and then.
+    """Switch Python's automatic garbage collection off inside, and yield a function that collects every few steps.
 
     A rank that collects at its own time makes the others wait. Every few steps free memory goes back to the system.
     glibc reuses aligned blocks, like PyTorch's, only in part (glibc's bug 14581), and a process with several threads
