@@ -932,7 +932,7 @@ PROCESSES = (
     Mutant(
         "a launcher's ranks are counted once for each node",
         "trainer/commands/start.py",
-        "self.of_job\n            or self.ranks_here(config, machine) * Nodes.from_environment().count",
+        "self.launched_ranks\n            or self.ranks_here(config, machine) * Nodes.from_environment().count",
         "self.ranks_here(config, machine)",
         "tests/unit/test_start.py::test_a_rank_of_several_nodes_checks_the_job_of_its_launcher",
     ),

@@ -109,7 +109,10 @@ def scales_alone(tensors: dict[str, torch.Tensor], name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_scales, r"o_proj\.weight is stored as float8 and needs \S*_scale_inv of shape \(2, 2\), .*it is missing"),
+        (
+            without_scales,
+            r"o_proj\.weight is stored as float8 and needs \S*_scale_inv of shape \(2, 2\), .*it is missing",
+        ),
         (other_blocks, r"one scale for each block of 128 x 128; it has the shape \(5, 1\)"),
         (scales_alone, r"o_proj\.weight_scale_inv is no tensor of this model"),
     ],
