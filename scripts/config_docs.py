@@ -1,4 +1,4 @@
-"""Write what docs/configuration.md says of each key, and of keys without effect: both are made of the schema.
+"""Write the tables of keys and of keys without effect in docs/configuration.md, from the schema.
 
 python scripts/config_docs.py
 """
@@ -20,7 +20,11 @@ PAGE = ROOT / "docs" / "configuration.md"
 
 
 def key_tables(schema: type) -> str:
-    """Return a table in Markdown for each table of the schema, a row for each key."""
+    """Return a table in Markdown for each table of the schema, with a row for each key.
+
+    Args:
+        schema: The dataclass of the configuration.
+    """
     keys, parts = keys_of(schema), []
     for table, kind in get_type_hints(schema).items():
         rows = ["| key | values | default | meaning |", "|---|---|---|---|"]
@@ -32,13 +36,17 @@ def key_tables(schema: type) -> str:
 
 
 def effect_table(schema: type) -> str:
-    """Return one table in Markdown: for each condition the keys that have no effect without it."""
-    found: dict[Condition, list[str]] = {}
+    """Return one table in Markdown: each condition, and the keys that have no effect without it.
+
+    Args:
+        schema: The dataclass of the configuration.
+    """
+    keys_by_condition: dict[Condition, list[str]] = {}
     for name, key in keys_of(schema).items():
         for condition in key.when:
-            found.setdefault(condition, []).append(name)
+            keys_by_condition.setdefault(condition, []).append(name)
     rows = ["| keys | have no effect | |", "|---|---|---|"]
-    for condition, names in found.items():
+    for condition, names in keys_by_condition.items():
         listed = ", ".join(f"`{name}`" for name in names)
         outcome = f"refused: {condition.remedy}" if condition.remedy else "reported"
         rows.append(f"| {listed} | {_toml(condition.words())} | {_toml(outcome)} |")
@@ -46,16 +54,20 @@ def effect_table(schema: type) -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with what stands between its markers made again; each marker stands once."""
+    """Return the page with new text between its markers; each marker stands once.
+
+    Args:
+        text: The page.
+    """
     for name, made in (("keys", key_tables(JobConfig)), ("effects", effect_table(JobConfig))):
         begin, end = f"<!-- {name}: made by scripts/config_docs.py -->", f"<!-- end of {name} -->"
-        before, rest = text.split(begin)
-        text = f"{before}{begin}\n\n{made}\n\n{end}{rest.split(end)[1]}"
+        before, after = text.split(begin)
+        text = f"{before}{begin}\n\n{made}\n\n{end}{after.split(end)[1]}"
     return text
 
 
 def _toml(text: str) -> str:
-    """Strings within words as TOML spells them, in the font of code."""
+    """Write strings within words as TOML does, as code."""
     return re.sub(r"'([^' ]+)'", r'`"\1"`', text)
 
 
