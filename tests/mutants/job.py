@@ -533,7 +533,7 @@ PROCESSES = (
         "waits of later calls of attention over ranks count for the first one",
         "scripts/gpu_blocks/training.py",
         "for places in islice(phases, 1):",
-        "for places in islice(found, 1):",
+        "for places in islice(counters, 1):",
         "tests/repository/test_gpu_check.py::test_the_calls_of_attention_over_ranks_are_watched_one_by_one",
     ),
     Mutant(
