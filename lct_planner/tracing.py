@@ -6,45 +6,15 @@ million tokens takes seconds.
 """
 
 import gc
-import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
-from unittest import mock
+from contextlib import AbstractContextManager
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
-from lct_planner import stack
-from lct_planner.device import GPU, FakeDevice, Gpu, entered, machine, pinned
-from lct_planner.events import AFTER, BEFORE, Block, Change, Event, Events
-from lct_planner.messages import bytes_sent, group_of, mesh_names
-from lct_planner.operators import (
-    direction,
-    flops,
-    has_stages,
-    is_handle,
-    kernel_name,
-    moved,
-    parallel_rows,
-    shapes,
-)
-from lct_planner.stand_ins import ATTENTION, kernel_of, kernel_of_one_rank, stand_ins
+from lct_planner.device import GPU, FakeDevice, Gpu, entered, machine
+from lct_planner.events import Events
+from lct_planner.recorder import Recorder
+from lct_planner.stand_ins import stand_ins
 from lct_planner.traced_trainer import TracedTrainer, installed_flash, kernels_of, patches
-from longshard.context.live import LivePlan
-from longshard.context.live import resolve as resolve_plan
-from longshard.context.planning.capabilities import FlashPackage
-from longshard.context.planning.cost import AttentionShape, Cost, LatentShape, attention_cost
-from longshard.sharding import exchange
-from longshard.sharding.tensors import local_part
 from trainer.components.optimizer import ensure_state
 from trainer.job.record import ResolvedJob
 from trainer.parallel.machine import Machine
@@ -55,16 +25,16 @@ def trace(
     rank: int,
     gpu: Gpu | None = GPU,
     steps: int = 1,
-    recorder: "Recorder | None" = None,
+    recorder: Recorder | None = None,
 ) -> Events:
-    """Return the events of one rank, after building its trainer and running some steps on a device that does not exist.
+    """Return the events of one rank, after building its trainer and running some steps on a simulated device.
 
     Args:
         job: The resolved job.
         rank: The rank.
-        gpu: The GPU. None for ranks on CPUs.
-        steps: Number of steps.
-        recorder: Collects the events. None: a new one.
+        gpu: The simulated GPU; None for ranks on CPUs.
+        steps: Number of steps to run.
+        recorder: Collects the events; None for a new recorder.
 
     Raises:
         AssertionError: The result of an operator differs from its promise.
@@ -81,13 +51,12 @@ def trace(
         machine(rank, job.degrees.world_size, gpu), *patches(gpu), *recorder.patches(), mode
     ):
         trainer = TracedTrainer(job, device, TracedMachine(recorder, gpu))
-        ensure_state(
-            trainer.optimizer
-        )  # PyTorch would make it in the first step, after the peak
+        # PyTorch would make the optimizer's state in the first step, after the peak.
+        ensure_state(trainer.optimizer)
         recorder.mark(trainer)
         collecting = gc.isenabled()
         gc.collect()
-        gc.disable()  # so that the peak is the same each time
+        gc.disable()  # so that the peak is the same in each trace
         try:
             for step in range(1, steps + 1):
                 recorder.step = step
@@ -100,270 +69,12 @@ def trace(
         return recorder.events(trainer)
 
 
-class Recorder:
-    """Collects the events of one job. checks: operator -> a function that raises where its CUDA code would."""
-
-    def __init__(self, device_type: str, checks: dict[str, Any] | None = None) -> None:
-        self._device_type = device_type
-        self.checks = checks or {}
-        self.step = 0
-        self.layer = BEFORE
-        self.package: FlashPackage | None = None
-        """The package of PyTorch's flash operators; None for FlashAttention-2."""
-        self.host_bytes = 0
-        """Bytes of page-locked memory for offloaded tensors."""
-        self._events: list[Event] = []
-        self._memory: list[Change] = []
-        self._regions = ["start"]
-        self._place = ""
-        self._live: LivePlan | None = None
-        self._paused = False
-        # of an operator of attention: `parallel_rows` of each kernel
-        self._tiles: list[int] = []
-        self._blocks: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._groups: dict[int, tuple[int, ...]] = {}
-
-    def events(self, trainer: TracedTrainer) -> Events:
-        """Return the collected events."""
-        return Events(
-            tuple(self._events), tuple(self._memory), mesh_names(trainer), self.host_bytes
-        )
-
-    def inside(self, operator: str) -> list[Event]:
-        """Return the events in runs of an operator."""
-        return [event for event in self._events if event.place == operator]
-
-    @property
-    def phase(self) -> str:
-        """The part of the step: the innermost region of the loop; in a pipeline, forward or backward."""
-        region = self._regions[-1]
-        if region != "pipeline":
-            return region
-        return "forward" if torch._C._current_graph_task_id() < 0 else "backward"
-
-    def observe(
-        self, func: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Take one operation of PyTorch."""
-        if self._paused:
-            return
-        name = func._schema.name.removeprefix("aten::")
-        self._alive(tree_leaves(result), name)
-        if name.startswith(("c10d::", "_c10d_functional::")):
-            self._message(name.partition("::")[2], args)
-        elif name in ("_to_copy", "copy_") and (way := direction(name, args, kwargs, result)):
-            copied = args[1] if name == "copy_" else args[0]
-            self._add("copy", way, copied.nbytes, where=stack.where() if "," in way else "")
-        elif not (
-            func.is_view or name in _NO_KERNEL or name.startswith(("empty", "new_empty"))
-        ):
-            in_plan = self._place in _DIRECTIONS
-            options = {}
-            work = 0 if in_plan else flops(func, name, args, result)
-            if name in ATTENTION:
-                tile = parallel_rows(
-                    name, args, in_stages=in_plan and has_stages(self._live.latest)
-                )
-                self._tiles.append(tile)
-                if not in_plan:
-                    options = {
-                        "kernel": kernel_of_one_rank(name, self.package),
-                        "tails": work / tile,
-                    }
-            kind = "launch" if self._is_of_device(args, result) else "host"
-            self._add(kind, name, 0, flops=work, moved=moved(args, result), **options)
-
-    def _is_of_device(self, *values: Any) -> bool:
-        tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
-        return self._device_type == "cpu" or any(
-            x.device.type == self._device_type for x in tensors
-        )
-
-    def around(self, name: str, args: tuple, run: Any) -> Any:
-        """Run one operator of this project, and return its result."""
-        name = name.removeprefix("longshard::")
-        number = len(self._events)
-        self._add("operator", name, 0)
-        outer = self._place
-        self._place = name
-        counted = exchange.bytes_sent.copy()
-        self._tiles = []
-        if name in _DIRECTIONS:
-            self._live, _ = resolve_plan(next(x for x in args if is_handle(x)))
-        try:
-            result = run()
-        finally:
-            self._place = outer
-        if name in _DIRECTIONS:
-            cost = self._cost(name, args)
-            self.compare(name, cost, exchange.bytes_sent - counted, self._events[number + 1 :])
-            kernel = kernel_of(kernel_name(self._live.latest), self.package)
-            tails = cost.flops * len(self._tiles) / max(sum(self._tiles), 1)
-            self._events[number] = replace(
-                self._events[number], flops=cost.flops, kernel=kernel, tails=tails
-            )
-        return result
-
-    def compare(self, name: str, cost: Cost, counted: Counter, events: Iterable[Event]) -> None:
-        """Take the bytes that an operator of attention has sent, and the cost of its plan. Tests compare them."""
-
-    def _cost(self, name: str, args: tuple) -> Cost:
-        """Return the cost of the plan that ran."""
-        options = self._live.options
-        q, k = shapes(name, args)
-        sent = 2 if options.gradient_dtype == "bfloat16" else 0
-        up = args[-1]
-        latent = None
-        # the last argument of both directions, if it is given
-        if isinstance(up, torch.Tensor) and up.ndim == 3:
-            rotated = k[3] - up.shape[2]
-            latent = LatentShape(up.shape[2], rotated, up.shape[1] + rotated - q[3])
-        shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent, latent)
-        plan = self._live.latest.plan
-        settings = {
-            "keep_exchanged": options.keep_exchanged,
-            "query_heads": options.query_heads_per_pass,
-        }
-        return attention_cost(
-            plan, shape, _DIRECTIONS[name], options.heads_per_pass, **settings
-        )
-
-    def _message(self, name: str, args: tuple) -> None:
-        if name in _NO_MESSAGE:
-            return
-        group = group_of(args)
-        ranks = self._groups.setdefault(id(group), tuple(dist.get_process_group_ranks(group)))
-        self._add(
-            "message",
-            name,
-            bytes_sent(name, args, group),
-            ranks=ranks,
-            is_sharding=stack.kind() in ("gathered", "reduced"),
-        )
-        # of all ranks' parts, while it runs
-        if self._device_type == "cpu" and name in _GLOO_COPIES:
-            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
-            block = Block(max(x.nbytes for x in tensors), "messages", stack.where(), name)
-            self._changed(block, block.size)
-            self._changed(block, 0)
-
-    def _add(self, kind: str, name: str, size: int, **options: Any) -> None:
-        self._events.append(
-            Event(self.step, self._place, kind, name, size, self.phase, self.layer, **options)
-        )
-
-    # ---- memory
-
-    def _alive(self, tensors: Iterable[Any], name: str) -> None:
-        for x in tensors:
-            if isinstance(x, torch.Tensor) and x.device.type == self._device_type:
-                storage = x.untyped_storage()
-                if storage not in self._blocks:
-                    kind = stack.kind() or self.phase
-                    self._blocks[storage] = block = Block(
-                        storage.nbytes(), kind, stack.where(), f"{self._place} {name}".strip()
-                    )
-                    weakref.finalize(storage, self._changed, block, 0)
-                    self._changed(block, block.size)
-
-    def _changed(self, block: Block, size: int) -> None:
-        self._memory.append(Change(self.step, self.phase, self.layer, block, size))
-
-    def mark(self, trainer: TracedTrainer) -> None:
-        """Mark the memory of weights and of the optimizer's state, and follow the layers of the model."""
-        self._mark("parameters", trainer.parameters)
-        for part in trainer.model_parts:
-            self._mark("parameters", part.parameters())
-            self._mark("tables", part.buffers())
-            layers = getattr(part, "layers", {})
-            for place, (number, layer) in enumerate(layers.items()):
-                ends = (place == 0, place == len(layers) - 1)
-                self._follow(int(number), layer, *ends)
-        states = [x for state in trainer.optimizer.state.values() for x in state.values()]
-        self._mark("optimizer", (x for x in states if isinstance(x, torch.Tensor)))
-
-    def mark_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Mark the memory of the gradients that the optimizer has read."""
-        self._mark("gradients", (p.grad for p in parameters if p.grad is not None))
-
-    def _mark(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
-        for x in tensors:
-            storage = local_part(x).untyped_storage()
-            if storage in self._blocks:
-                self._blocks[storage].kind = kind
-
-    def _follow(self, number: int, layer: nn.Module, is_first: bool, is_last: bool) -> None:
-        """Keep the number of the layer that runs, also in the backward."""
-
-        def at(place: int, *_: Any) -> None:
-            self.layer = place
-
-        def before(_module: nn.Module, args: tuple) -> None:
-            at(number)
-            if is_first and isinstance(args[0], _FOLLOWED) and args[0].requires_grad:
-                args[0].register_hook(lambda grad: at(BEFORE))
-
-        def after(_module: nn.Module, _args: tuple, result: torch.Tensor) -> None:
-            if isinstance(result, _FOLLOWED) and result.requires_grad:
-                result.register_hook(lambda grad: at(number))
-            if is_last and torch._C._current_graph_task_id() < 0:
-                at(AFTER)
-
-        layer.register_forward_pre_hook(before, prepend=True)
-        layer.register_forward_hook(after)
-
-    def patches(self) -> Iterator[Any]:
-        """Yield patches that follow memory freed without an operator, and hide operations that no device runs."""
-        real = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> None:
-            real(storage, size)
-            if storage in self._blocks:
-                self._changed(self._blocks[storage], size)
-
-        yield mock.patch.object(torch.UntypedStorage, "resize_", resize, create=True)
-
-        real_propagation = ShardingPropagator._propagate_tensor_meta_non_cached
-
-        # of a DTensor's results, which PyTorch finds on a fake device itself
-        def shapes_alone(*args: Any) -> Any:
-            self._paused = True
-            try:
-                return real_propagation(*args)
-            finally:
-                self._paused = False
-
-        yield mock.patch.object(
-            ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_alone
-        )
-
-    def host_like(self, x: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a tensor of any shape.
-
-        Nothing touches it, and on a CPU the allocator does not own it.
-        """
-        buffer = torch.empty_like(x, device="cpu")
-        self.host_bytes += buffer.nbytes
-        if (block := self._blocks.get(buffer.untyped_storage())) is not None:
-            self._changed(block, 0)
-        return pinned(buffer)
-
-    @contextmanager
-    def region(self, name: str) -> Iterator[None]:
-        """Enter a part of the step."""
-        self._regions.append(name)
-        try:
-            yield
-        finally:
-            self._regions.pop()
-
-
 class TracedMachine(Machine):
-    """A simulated machine: a recorder notes the regions of a step, and the host memory.
+    """A simulated machine. A recorder notes the regions of a step, and the host memory.
 
     Args:
         recorder: The recorder.
-        gpu: The GPU. None for CPUs.
+        gpu: The simulated GPU; None for CPUs.
     """
 
     def __init__(self, recorder: Recorder, gpu: Gpu | None) -> None:
@@ -371,31 +82,19 @@ class TracedMachine(Machine):
         self.gpu = kernels_of(gpu)
 
     def region(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for a part of the step."""
+        """Return a context for a part of the step.
+
+        Args:
+            name: The name of the part.
+        """
         return self._recorder.region(name)
 
     def host_like(self, tensor: torch.Tensor, device_type: str, key: str) -> torch.Tensor:
-        """Return host memory for a tensor of any shape."""
+        """Return simulated host memory for a tensor, page-locked on GPUs.
+
+        Args:
+            tensor: A tensor of any shape.
+            device_type: The device type of the job; not used.
+            key: The setting that asks for the memory; not used.
+        """
         return self._recorder.host_like(tensor)
-
-
-_FOLLOWED = (FakeTensor, DTensor)
-_NO_KERNEL = frozenset(
-    {
-        "detach",
-        "alias",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "_unsafe_view",
-        "_reshape_alias",
-        "set_",
-        "resize_",
-    }
-    | {"is_pinned", "record_stream"}
-)
-_NO_MESSAGE = frozenset({"wait_tensor", "recv_", "barrier", "_wrap_tensor_autograd"})
-_GLOO_COPIES = frozenset({"_allgather_base_", "_reduce_scatter_base_"})
-_DIRECTIONS = {
-    "context_parallel_attention": "forward",
-    "context_parallel_attention_backward": "backward",
-}

@@ -3,10 +3,10 @@
     python scripts/check_model.py ./Qwen2.5-0.5B --seq-len 96
     python scripts/check_model.py my_model.py:build_model --ranks 4 --method all_to_all
 
-A folder has a config.json of Hugging Face. Its class is built small, in float64, with random weights: what may go wrong
-depends on the code, not on the weights. A function is called on each rank and returns a module, which is called as
-`model(tokens, positions)` if it is none of transformers. Exit code: 0 all is equal, 1 something differs or is refused,
-2 an argument is wrong.
+A folder has a config.json of Hugging Face. Its class is built small, in float64, with random weights, because an error
+would depend on the code and not on the weights. A function is called on each rank and returns a module. If the module
+is no model of transformers, it is called as `model(tokens, positions)`. Exit code: 0 all results are equal, 1 a result
+differs or the model is refused, 2 an argument is wrong.
 
 `check_model` does the same from Python, for a model that you build and call yourself.
 """
@@ -38,12 +38,13 @@ from longshard.integrations.calls import register_transformers_attention
 from longshard.integrations.inspection import is_model, window_of
 from longshard.integrations.interception import intercept_sdpa
 from longshard.sharding.exchange import all_gather, all_reduce
+from longshard.sharding.layout import AxisLayout
 from trainer.commands.options import Parser, number
 from trainer.config.errors import ConfigError
 
-_WORST = 8  # parameters that differ and are named
+_WORST = 8  # most differing parameters that are named
 _SMALL = {"num_hidden_layers": 2, "vocab_size": 512}
-_LIMIT = timedelta(seconds=600)  # for a rank that waits
+_LIMIT = timedelta(seconds=600)  # how long a rank waits
 Call = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -52,31 +53,43 @@ Call = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: what was compared, the result, and the numbers."""
+    """One comparison: a line of the table.
 
-    what: str
+    Attributes:
+        name: The compared quantity.
+        result: The result of the comparison.
+        detail: The numbers, or the reason.
+    """
+
+    name: str
     result: Literal["equal", "DIFFERS", "REFUSED", "not seen"]
     detail: str
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What `check_model` found."""
+    """The comparisons of `check_model`."""
 
     rows: tuple[Row, ...]
 
     @property
     def holds(self) -> bool:
-        """Whether everything that was compared is equal to one process."""
+        """Whether every compared quantity equals the quantity of one process."""
         return all(row.result in ("equal", "not seen") for row in self.rows)
 
     def __str__(self) -> str:
-        width = max(len(row.what) for row in self.rows)
-        return "\n".join(f"{row.what:{width}}  {row.result:8}  {row.detail}" for row in self.rows)
+        width = max(len(row.name) for row in self.rows)
+        return "\n".join(f"{row.name:{width}}  {row.result:8}  {row.detail}" for row in self.rows)
 
 
 def call_model(model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return the logits (B, S, V) of tokens (B, S): of a model of transformers, or of `model(tokens, positions)`."""
+    """Return the logits, (B, S, V), of a model of transformers, or of `model(tokens, positions)`.
+
+    Args:
+        model: The model.
+        tokens: Token ids, (B, S), int64.
+        positions: Positions of the tokens, (B, S), int64.
+    """
     if not is_model(model):
         return model(tokens, positions)
     ones = torch.ones_like(tokens)
@@ -96,49 +109,66 @@ def check_model(
 ) -> Verification:
     """Compare logits, loss and every gradient of one step over the ranks of a mesh with one process. A collective.
 
-    model: with the same weights on every rank, best in float64; copies of it run, without dropout. tokens: (B, S + 1)
-    ids, alike on every rank; each token's label is the next one. call: returns logits (B, S, V) of the tokens and their
-    positions. A model of transformers runs over the ranks with the attention that it has; on one process it has `sdpa`
-    in place of "context_parallel", or `eager` if it knows no other. tolerance: of relative errors.
+    Copies of the model run, without dropout. On one process, `sdpa` or else `eager` replaces "context_parallel".
 
-    A model that cannot be context parallel is a row of the result that says why.
+    Args:
+        model: The model, with the same weights on every rank, best in float64.
+        mesh: The ranks, a mesh of one dimension.
+        tokens: Token ids, (B, S + 1), the same on every rank. The label of each token is the next token.
+        call: Returns the logits, (B, S, V), of a model, tokens and positions.
+        tolerance: Largest relative error of equal quantities.
+        method: The method of context parallelism.
+        load_balancer: The load balancer.
+        allow_modules: Classes or names of modules that may mix tokens, because they were checked by hand.
+
+    Returns:
+        A row for each comparison. If the model cannot be context parallel, one row says why.
     """
-    alone, spread = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
-    _use_own_attention(alone)
+    alone, spread = _use_own_attention(copy.deepcopy(model).eval()), copy.deepcopy(model).eval()
     text, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
     positions = torch.arange(text.shape[1], device=text.device).expand_as(text).clone()
-    whole, count = call(alone, text, positions), labels.numel()
-    wanted = _loss(whole, labels, count)
-    wanted.backward()
-    settings = {"method": method, "load_balancer": load_balancer}
-    intercept = intercept_sdpa(spread, allow_modules=allow_modules)
-    buffers = [text, labels, positions]
+    count = labels.numel()
+    whole, whole_loss = _step(alone, call, text, positions, labels, count)
+    settings = {"method": method, "load_balancer": load_balancer, "buffers": [text, labels, positions]}
+    settings |= {"buffer_seq_dims": [1] * 3, "intercept": intercept_sdpa(spread, allow_modules=allow_modules)}
     try:
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 3, intercept=intercept, **settings) as cp:
-            logits = call(spread, text, positions)
-            loss = _loss(logits, labels, count)
-            loss.backward()
+        with context_parallel(mesh, **settings) as cp:
+            logits, loss = _step(spread, call, text, positions, labels, count)
     except ContextParallelError as error:
         return Verification((Row("the model", "REFUSED", str(error)),))
-    mine = torch.from_numpy(cp.layout.indices(mesh.get_local_rank())).to(text.device)
-    of_ranks = all_gather(_relative(logits.detach(), whole.detach()[:, mine]).reshape(1), mesh)
-    total = all_reduce(loss.detach().clone().reshape(1), mesh, "sum")
-    rows = [
-        Row(
-            "attention",
-            "equal",
-            f"{cp.live.calls} calls ran over {mesh.size()} ranks by {method}, {cp.live.options.balancer}",
-        ),
-        _row("logits", of_ranks.max(), tolerance, f"shape {tuple(whole.shape)}"),
-        _row("loss", _relative(total, wanted.detach()), tolerance, f"{wanted.item():.6f} on one process"),
+    error, total = _over_all_ranks(logits, loss, whole, cp.layout, mesh)
+    calls = f"{cp.live.calls} calls ran over {mesh.size()} ranks by {method}, {cp.live.options.balancer}"
+    rows = (
+        Row("attention", "equal", calls),
+        _row("logits", error, tolerance, f"shape {tuple(whole.shape)}"),
+        _row("loss", _relative(total, whole_loss), tolerance, f"{whole_loss.item():.6f} on one process"),
         *_gradients(spread, alone, mesh, tolerance),
         *_unseen(model, text.shape[1]),
-    ]
-    return Verification(tuple(rows))
+    )
+    return Verification(rows)
+
+
+def _over_all_ranks(
+    logits: torch.Tensor, loss: torch.Tensor, whole: torch.Tensor, layout: AxisLayout, mesh: DeviceMesh
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the largest relative error of the local logits, and the sum of the local losses, over all ranks."""
+    local_indices = torch.from_numpy(layout.indices(mesh.get_local_rank())).to(whole.device)
+    errors = all_gather(_relative(logits, whole[:, local_indices]).reshape(1), mesh)
+    return errors.max(), all_reduce(loss.clone().reshape(1), mesh, "sum")
+
+
+def _step(
+    model: nn.Module, call: Call, text: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run forward and backward; return logits and loss without gradient."""
+    logits = call(model, text, positions)
+    loss = _loss(logits, labels, count)
+    loss.backward()
+    return logits.detach(), loss.detach()
 
 
 def _gradients(spread: nn.Module, alone: nn.Module, mesh: DeviceMesh, tolerance: float) -> list[Row]:
-    """Return a row for all parameters, one for each of the worst that differ, and one for those without a gradient."""
+    """Return rows: all gradients, the worst that differ, and parameters without a gradient."""
     errors, without = {}, []
     wanted = {name: p.grad for name, p in alone.named_parameters()}
     floor = max((x.norm().item() for x in wanted.values() if x is not None), default=0.0) * 1e-12
@@ -163,7 +193,7 @@ def _gradients(spread: nn.Module, alone: nn.Module, mesh: DeviceMesh, tolerance:
 
 
 def _unseen(model: nn.Module, seq_len: int) -> list[Row]:
-    """Return rows for what this step could not show."""
+    """Return rows for properties that this step could not check."""
     rows = []
     windows = [window_of(module.config) for module in model.modules() if is_model(module)]
     longest = max((window for window in windows if window), default=0)
@@ -176,21 +206,22 @@ def _unseen(model: nn.Module, seq_len: int) -> list[Row]:
     return rows
 
 
-def _row(what: str, error: torch.Tensor | float, tolerance: float, detail: str) -> Row:
-    return Row(what, "equal" if error <= tolerance else "DIFFERS", f"{float(error):.1e}  {detail}".rstrip())
+def _row(name: str, error: torch.Tensor | float, tolerance: float, detail: str) -> Row:
+    return Row(name, "equal" if error <= tolerance else "DIFFERS", f"{float(error):.1e}  {detail}".rstrip())
 
 
 def _relative(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a - b).norm() / b.norm()
 
 
-def _use_own_attention(model: nn.Module) -> None:
-    """Give a model of transformers an attention that runs on one process."""
+def _use_own_attention(model: nn.Module) -> nn.Module:
+    """Replace attention of transformers that does not run on one process."""
     if is_model(model) and (model.config._attn_implementation or "") not in ("sdpa", "eager"):
         try:
             model.set_attn_implementation("sdpa")
         except ValueError:
             model.set_attn_implementation("eager")
+    return model
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, count: int) -> torch.Tensor:
@@ -206,7 +237,7 @@ def parser() -> Parser:
     described = Parser("check-model", __doc__)
     add = described.add_argument
     add("model", help="a folder with config.json, or FILE.py:FUNCTION that returns a module")
-    add("--ranks", type=number(int, 2), default=2, help="over which the sequence is cut (default: 2)")
+    add("--ranks", type=number(int, 2), default=2, help="ranks that divide the sequence (default: 2)")
     add("--seq-len", type=number(int, 4), default=64, help="tokens of a sequence (default: 64)")
     add(
         "--method",
@@ -215,7 +246,7 @@ def parser() -> Parser:
         help="how K and V, or heads, are sent (default: ring)",
     )
     balancers = ("auto", "head_tail", "contiguous", "balanced")
-    add("--load-balancer", default="auto", choices=balancers, help="who has which tokens (default: by method)")
+    add("--load-balancer", default="auto", choices=balancers, help="which rank owns which tokens (default: by method)")
     add("--attention", help="of transformers: sdpa, or context_parallel (default), which knows windows and sinks")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="a value of the configuration, as JSON")
     add("--allow", action="append", default=[], metavar="MODULE", help="a class or module that you checked by hand")
@@ -226,8 +257,14 @@ def parser() -> Parser:
 def model_of(args: argparse.Namespace) -> nn.Module:
     """Build the model, the same on every rank.
 
+    Args:
+        args: The options of the command line.
+
+    Returns:
+        The model, in float64.
+
     Raises:
-        ConfigError: there is no such folder, file or function, or transformers cannot build it.
+        ConfigError: The folder, file or function does not exist, or transformers cannot build the model.
     """
     torch.manual_seed(0)
     if ".py:" in args.model:
@@ -247,7 +284,7 @@ def model_of(args: argparse.Namespace) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config)
         model.set_attn_implementation(args.attention or "context_parallel")
         if hasattr(model, "set_experts_implementation"):
-            model.set_experts_implementation("eager")  # the other ones know no float64
+            model.set_experts_implementation("eager")  # the others do not support float64
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"transformers cannot build {args.model}: {str(error).splitlines()[0]}") from None
     return model.double()
@@ -266,16 +303,16 @@ def _function(name: str) -> Callable[[], nn.Module]:
 
 
 def _changes(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the values that make a configuration small, with a window that hides some of the tokens, and --set."""
-    given = json.loads((folder / "config.json").read_text())
-    changes = {key: min(most, given[key]) for key, most in _SMALL.items() if isinstance(given.get(key), int)}
+    """Return the values of --set, and values that make a configuration small, with windows below the length."""
+    config = json.loads((folder / "config.json").read_text())
+    changes = {key: min(most, config[key]) for key, most in _SMALL.items() if isinstance(config.get(key), int)}
     changes["initializer_range"] = 0.2  # with smaller weights attention matters little
-    if given.get("layer_types"):
-        kinds = list(dict.fromkeys(given["layer_types"]))  # a layer of each kind
+    if config.get("layer_types"):
+        kinds = list(dict.fromkeys(config["layer_types"]))  # a layer of each kind
         changes |= {"layer_types": kinds * (2 if len(kinds) == 1 else 1)}
         changes["num_hidden_layers"] = len(changes["layer_types"])
-    if (given.get("sliding_window") or 0) >= args.seq_len:
-        changes["sliding_window"] = 3 * args.seq_len // 4  # between a rank's part and the sequence
+    if (config.get("sliding_window") or 0) >= args.seq_len:
+        changes["sliding_window"] = 3 * args.seq_len // 4  # longer than a shard, shorter than the sequence
     for each in args.set:
         key, _, value = each.partition("=")
         try:
@@ -286,7 +323,7 @@ def _changes(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """Return the number of token ids: of the configuration, or rows of the first table of embeddings."""
+    """Return the number of token ids: by the configuration, or by the first table of embeddings."""
     size = getattr(getattr(model, "config", None), "vocab_size", None)
     size = size or next((module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if not size:
@@ -295,7 +332,7 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _on_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """Check the model on one of the ranks; rank 0 writes the table and the verdict."""
+    """Check the model on one rank; rank 0 writes the table and the verdict, or the error."""
     torch.set_num_threads(max((os.cpu_count() or 1) // args.ranks, 1))
     store = dist.FileStore(f"{folder}/store", args.ranks)
     dist.init_process_group("gloo", rank=rank, world_size=args.ranks, store=store, timeout=_LIMIT)
@@ -304,9 +341,9 @@ def _on_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
         tokens = torch.randint(_vocabulary(model), (2, args.seq_len + 1), generator=torch.Generator().manual_seed(1))
         mesh = init_device_mesh("cpu", (args.ranks,), mesh_dim_names=("cp",))
         settings = {"method": args.method, "load_balancer": args.load_balancer, "allow_modules": args.allow}
-        found = check_model(model, mesh, tokens, tolerance=args.tolerance, **settings)
+        verification = check_model(model, mesh, tokens, tolerance=args.tolerance, **settings)
         if rank == 0:
-            Path(folder, "result").write_text(json.dumps([found.holds, str(found)]))
+            Path(folder, "result").write_text(json.dumps([verification.holds, str(verification)]))
     except ConfigError as error:
         if rank == 0:
             Path(folder, "error").write_text(str(error))
@@ -315,7 +352,14 @@ def _on_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table, and return the exit code."""
+    """Check a model, and print the table.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code.
+    """
     try:
         args = parser().parse_args(argv)
         if args.seq_len < 2 * args.ranks:

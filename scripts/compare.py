@@ -3,9 +3,9 @@
     python scripts/compare.py A.toml B.toml --ngpu 1 8 -- --parallelism.context_parallel_degree 2
     python scripts/compare.py main~1:train_configs/debug_model.toml train_configs/debug_model.toml
 
-REV:FILE is the configuration and the program of that commit, from a worktree of its own. What stands after `--` goes to
-both runs; --a and --b give one override to one of them. Exit code: 0 the runs agree, 1 they differ, 2 a run failed or
-an argument is wrong. Compare the first ten steps: from then on rounding alone grows to 1e-4 of the loss.
+REV:FILE is the configuration and the program of that commit, from a worktree of its own. Arguments after `--` go to
+both runs; --a and --b give an override to one run. Exit code: 0 the runs agree, 1 they differ, 2 a run failed or an
+argument is wrong. Compare the first ten steps: later, rounding alone grows to 1e-4 of the loss.
 """
 
 import argparse
@@ -29,7 +29,15 @@ class CompareError(Exception):
 
 @dataclass(frozen=True)
 class Run:
-    """One side of the comparison."""
+    """One side of the comparison.
+
+    Attributes:
+        name: "A" or "B".
+        config: The configuration file.
+        revision: The commit of program and configuration; None for the working tree.
+        ranks: Number of ranks.
+        overrides: Settings, as words of a command line.
+    """
 
     name: str
     config: str
@@ -47,7 +55,7 @@ class Step:
     grad_norm: tuple[float, float]
 
     def differences(self) -> tuple[float, float]:
-        """Relative, of b against a: (loss, gradient norm); infinite if either is not finite."""
+        """Return the relative differences of b from a, (loss, gradient norm); infinite if either is not finite."""
         return tuple(_relative(*pair) for pair in (self.loss, self.grad_norm))
 
 
@@ -58,7 +66,15 @@ def _relative(a: float, b: float) -> float:
 
 
 def compare(a: list[dict], b: list[dict]) -> list[Step]:
-    """Steps of two `metrics.jsonl`, which must be the same ones."""
+    """Return the steps of two runs side by side.
+
+    Args:
+        a: The lines of `metrics.jsonl` of run a.
+        b: The lines of `metrics.jsonl` of run b.
+
+    Raises:
+        CompareError: The runs logged different steps, or none.
+    """
     steps = [[row["step"] for row in rows] for rows in (a, b)]
     if steps[0] != steps[1] or not steps[0]:
         raise CompareError(
@@ -71,7 +87,11 @@ def compare(a: list[dict], b: list[dict]) -> list[Step]:
 
 
 def table(steps: list[Step]) -> str:
-    """One line a step: both losses, and what differs."""
+    """Return a table as text: a line for each step, with both losses and the differences.
+
+    Args:
+        steps: The steps.
+    """
     lines = [f"{'step':>6}  {'loss a':>14}  {'loss b':>14}  {'difference':>10}  {'norm':>10}"]
     for step in steps:
         loss, norm = step.differences()
@@ -80,7 +100,19 @@ def table(steps: list[Step]) -> str:
 
 
 def execute(run: Run, steps: int, seed: int) -> list[dict]:
-    """Train one side; its logged steps."""
+    """Train one side in a temporary folder.
+
+    Args:
+        run: The run.
+        steps: Number of steps.
+        seed: The seed.
+
+    Returns:
+        The lines of its `metrics.jsonl`.
+
+    Raises:
+        CompareError: The configuration does not exist, or the run failed.
+    """
     with tempfile.TemporaryDirectory() as folder, _program(run.revision) as root:
         config = root / run.config if run.revision else Path(run.config)
         if not config.is_file():
@@ -104,7 +136,7 @@ def execute(run: Run, steps: int, seed: int) -> list[dict]:
 
 @contextmanager
 def _program(revision: str | None) -> Iterator[Path]:
-    """The folder of the program: this one, or a worktree of a commit."""
+    """Yield the folder of the program: this one, or a worktree of a commit."""
     if revision is None:
         yield ROOT
         return
@@ -151,16 +183,24 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Run]]:
         parser.error("--ngpu takes one or two numbers of ranks, these and --steps must be at least 1, as in --ngpu 1 8")
     both = argv[cut + 1 :]
     runs = []
-    for name, given, ranks, own in (
+    for name, argument, ranks, own in (
         ("A", arguments.first, arguments.ngpu[0], arguments.a),
         ("B", arguments.second, arguments.ngpu[-1], arguments.b),
     ):
-        revision, _, config = given.rpartition(":")
+        revision, _, config = argument.rpartition(":")
         runs.append(Run(name, config, revision or None, ranks, [*both, *own]))
     return arguments, runs
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Compare two runs, and print a table.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code.
+    """
     arguments, runs = _parse(sys.argv[1:] if argv is None else argv)
     try:
         steps = compare(*(execute(run, arguments.steps, arguments.seed) for run in runs))

@@ -1,13 +1,13 @@
-"""Functions of torch on a sharded axis: `DomainTensor` beside ShardTensor of NVIDIA PhysicsNeMo.
+"""Compare functions of torch on a sharded axis: `DomainTensor` and ShardTensor of NVIDIA PhysicsNeMo.
 
     pip install --target packages --no-deps nvidia-physicsnemo warp-lang nvtx jaxtyping treelib tensordict timm einops
     python scripts/compare_shard_tensor.py --packages packages --json rows.json
 
 (The package needs some twenty others, which its error messages name.) Each case is one function of a float64 tensor
-with a sharded axis, in uneven and in even shards. Compared with one process are the output, the gradient of the input,
-those of weights summed over the ranks, with random cotangents. A row says `exact` (relative errors below 1e-12), the
-largest error, or what was raised. ShardTensor is made for GPUs: its exchange of shapes is done without CUDA here, and
-its handlers of meshes, points and neighbourhood attention are left out.
+with a sharded axis, in uneven and in even shards. The output, the gradient of the input, and the gradients of weights
+summed over the ranks are compared with one process, with random cotangents. A row says `exact` (relative errors below
+1e-12), the largest error, or the exception. ShardTensor is made for GPUs: its exchange of shapes runs without CUDA
+here, and its handlers of meshes, points and neighbourhood attention are left out.
 """
 
 import argparse
@@ -40,7 +40,14 @@ ROWS = 18  # of the sharded axis, which most cases have as dimension 2
 
 @dataclass(frozen=True)
 class Case:
-    """A function of a tensor (2, 4, ROWS, 6), or of another shape, and of weights that every rank has."""
+    """A function to compare.
+
+    Attributes:
+        run: Takes a tensor and the weights, and returns a tensor.
+        weights: The shape of each weight; every rank has all weights.
+        shape: The shape of the tensor.
+        dim: The sharded dimension.
+    """
 
     run: Callable[..., torch.Tensor]
     weights: Sequence[tuple[int, ...]] = ()
@@ -101,22 +108,39 @@ CASES: dict[str, Case] = {
 }
 
 
-def relative(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """Return the largest relative error; inf where a shape differs."""
+def relative(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    """Return the largest relative error; inf where a shape differs.
+
+    Args:
+        results: Tensors of any shape.
+        expected: The expected tensors, in the same order.
+    """
     errors = [
         ((a - b).norm() / b.norm()).item() if a.shape == b.shape else float("inf")
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(results, expected, strict=True)
     ]
     return max(errors)
 
 
 class Ours:
-    """Cases on a `DomainTensor`."""
+    """Runs cases on a `DomainTensor`.
+
+    Args:
+        mesh: The ranks.
+        sizes: Rows of each rank.
+    """
 
     def __init__(self, mesh: DeviceMesh, sizes: Sequence[int]) -> None:
         self.mesh, self.sizes = mesh, sizes
 
     def run(self, case: Case, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the whole output and all gradients of a case.
+
+        Args:
+            case: The case.
+            x: The whole input, of any shape.
+            weights: The weights.
+        """
         domain = Domain.on(self.mesh, {case.dim: (self.mesh.mesh_dim_names[0], sized(self.sizes))})
         part = x.split(list(self.sizes), case.dim)[dist.get_rank()].clone().requires_grad_()
         weights = [w.clone().requires_grad_() for w in weights]
@@ -141,20 +165,26 @@ _HANDLERS = (
         )
     ),
 )
-"""All handlers of ShardTensor but those that need packages for GPUs."""
+"""All handlers of ShardTensor that need no packages for GPUs."""
 
 
 def _shapes_of_ranks(
     shape: Sequence[int], _dim: int, group: dist.ProcessGroup, do_checks: bool = False
 ) -> tuple[torch.Size, ...]:
-    """Do without CUDA what ShardTensor does with it: return the shapes of all shards."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, tuple(shape), group=group)
-    return tuple(map(torch.Size, found))
+    """Return the shapes of all shards, as ShardTensor does, but without CUDA."""
+    shapes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, tuple(shape), group=group)
+    return tuple(map(torch.Size, shapes))
 
 
 class Theirs:
-    """Cases on a ShardTensor, weights as replicated DTensors, as its `distribute_module` makes them."""
+    """Runs cases on a ShardTensor. Weights are replicated DTensors, as its `distribute_module` makes them.
+
+    Args:
+        mesh: The ranks.
+        sizes: Rows of each rank.
+        packages: The folder of nvidia-physicsnemo.
+    """
 
     def __init__(self, mesh: DeviceMesh, sizes: Sequence[int], packages: Path) -> None:
         self.mesh, self.sizes = mesh, sizes
@@ -166,20 +196,27 @@ class Theirs:
         self._kind = ShardTensor
         spec = importlib.import_module("physicsnemo.domain_parallel._shard_tensor_spec")
         spec._gather_shard_shapes_for_dim = _shapes_of_ranks
-        for module in _HANDLERS:  # registered when they are imported, which the package does by itself on GPUs alone
+        for module in _HANDLERS:  # importing registers them; the package imports them on GPUs only
             importlib.import_module(f"physicsnemo.domain_parallel.{module}")
 
     def run(self, case: Case, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the whole output and all gradients of a case.
+
+        Args:
+            case: The case.
+            x: The whole input, of any shape.
+            weights: The weights.
+        """
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         parts = x.split(list(self.sizes), case.dim)
         shapes, part = {0: [tuple(part.shape) for part in parts]}, parts[dist.get_rank()].clone()
-        given = self._kind.from_local(part, self.mesh, [Shard(case.dim)], sharding_shapes=shapes).requires_grad_()
+        sharded = self._kind.from_local(part, self.mesh, [Shard(case.dim)], sharding_shapes=shapes).requires_grad_()
         weights = [distribute_tensor(w, self.mesh, [Replicate()]).requires_grad_() for w in weights]
-        y = case.run(given, *weights)
+        y = case.run(sharded, *weights)
         whole = y.full_tensor()
-        found = torch.autograd.grad(whole, [given, *weights], _cotangent(whole.shape))
-        return whole.detach(), *(gradient.full_tensor().detach() for gradient in found)
+        gradients = torch.autograd.grad(whole, [sharded, *weights], _cotangent(whole.shape))
+        return whole.detach(), *(gradient.full_tensor().detach() for gradient in gradients)
 
 
 def _cotangent(shape: Sequence[int]) -> torch.Tensor:
@@ -187,29 +224,47 @@ def _cotangent(shape: Sequence[int]) -> torch.Tensor:
 
 
 def one_process(case: Case, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return output and gradients of the plain function."""
+    """Return output and gradients of the plain function.
+
+    Args:
+        case: The case.
+        x: The input, of any shape.
+        weights: The weights.
+    """
     leaves = [t.clone().requires_grad_() for t in (x, *weights)]
     y = case.run(*leaves)
     return y.detach(), *torch.autograd.grad(y, leaves, _cotangent(y.shape))
 
 
 def verdict(side: Ours | Theirs, case: Case) -> str:
-    """Return what a side gives for a case, of all ranks the worst."""
+    """Return the worst outcome of a case over all ranks: "exact", the largest error, or an exception.
+
+    Args:
+        side: The side that runs the case.
+        case: The case.
+    """
     generator = torch.Generator().manual_seed(1)
     x, *weights = (torch.randn(s, dtype=torch.float64, generator=generator) for s in (case.shape, *case.weights))
     try:
         error, words = relative(side.run(case, x, weights), one_process(case, x, weights)), ""
     except Exception as raised:
         error, words = float("nan"), f"{type(raised).__name__}: {raised}".splitlines()[0][:160]
-    found: list[tuple[float, str]] = [(0.0, "")] * dist.get_world_size()
-    dist.all_gather_object(found, (error, words))
-    raised = [words for _, words in found if words]
-    worst = max(error for error, _ in found)
+    outcomes: list[tuple[float, str]] = [(0.0, "")] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (error, words))
+    raised = [words for _, words in outcomes if words]
+    worst = max(error for error, _ in outcomes)
     return raised[0] if raised else "exact" if worst < EXACT else f"wrong: relative error {worst:.1e}"
 
 
 def rank(names: Sequence[str], sizes: Sequence[int], packages: Path | None, say: Callable[[str], None]) -> None:
-    """Run cases as one of the ranks that torchrun has started, and say a line of JSON for each."""
+    """Run cases as one of the ranks that torchrun has started, and write a line of JSON for each case.
+
+    Args:
+        names: The names of the cases.
+        sizes: Rows of each rank.
+        packages: The folder of nvidia-physicsnemo; None for `DomainTensor` alone.
+        say: Writes a line.
+    """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("h",))
     ours, theirs = Ours(mesh, sizes), Theirs(mesh, sizes, packages) if packages else None
@@ -223,26 +278,38 @@ def rank(names: Sequence[str], sizes: Sequence[int], packages: Path | None, say:
 
 
 def rows_of(sizes: Sequence[int], packages: Path | None) -> list[dict[str, str]]:
-    """Run all cases on ranks. After one that ends the processes, others go on with the next case."""
+    """Run all cases on ranks. If a case ends the processes, new ranks continue with the next case.
+
+    Args:
+        sizes: Rows of each rank.
+        packages: The folder of nvidia-physicsnemo; None for `DomainTensor` alone.
+
+    Returns:
+        A row for each case: the case, and the outcome of each side.
+    """
     rows: dict[str, dict[str, str]] = {}
-    while rest := [name for name in CASES if name not in rows]:
+    while cases := [name for name in CASES if name not in rows]:
         with tempfile.TemporaryDirectory() as folder:
-            told = Path(folder, "rows")
+            file = Path(folder, "rows")
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(sizes)}"]
             options = ["--sizes", *map(str, sizes), *(["--packages", str(packages)] if packages else [])]
-            work = [str(Path(__file__).resolve()), *options, "--rows", str(told), "--cases", *rest]
+            work = [str(Path(__file__).resolve()), *options, "--rows", str(file), "--cases", *cases]
             done = subprocess.run([*command, *work], capture_output=True, text=True, check=False)
-            found = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
-        if not found:
+            lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        if not lines:
             raise SystemExit(f"no case ran; the ranks said:\n{done.stderr}")
-        for row in found:  # the last line of a case counts
+        for row in lines:  # the last line of a case counts
             rows[row["case"]] = row
         print(f"{len(rows)} of {len(CASES)} cases", flush=True)
     return [*rows.values()]
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Compare, print the rows, and write them."""
+    """Compare all cases, print the rows, and write them.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+    """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--packages", type=Path, help="folder of nvidia-physicsnemo; default: ours alone")
@@ -252,11 +319,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cases", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.rows is not None:
-        told = args.rows.open("a") if int(os.environ["RANK"]) == 0 else None
-        say = partial(print, file=told, flush=True) if told else lambda _: None
+        output = args.rows.open("a") if int(os.environ["RANK"]) == 0 else None
+        say = partial(print, file=output, flush=True) if output else lambda _: None
         rank(args.cases, args.sizes, args.packages, say)
         return
-    found = {}
+    tables = {}
     for sizes in (args.sizes, [ROWS // len(args.sizes)] * len(args.sizes)):
         rows = rows_of(sizes, args.packages)
         for row in rows:
@@ -264,10 +331,10 @@ def main(argv: list[str] | None = None) -> None:
         words = f"shards of {' and '.join(map(str, sizes))} rows"
         for side in [key for key in rows[0] if key != "case"]:
             print(f"{words}, {side}: {sum(row[side] == 'exact' for row in rows)} of {len(rows)} exact")
-        found[words] = rows
+        tables[words] = rows
     if args.json:
         head = made_with("scripts/compare_shard_tensor.py", argv, device="cpu")
-        args.json.write_text(json.dumps(head | found, indent=1) + "\n")
+        args.json.write_text(json.dumps(head | tables, indent=1) + "\n")
 
 
 if __name__ == "__main__":

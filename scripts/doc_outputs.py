@@ -1,4 +1,4 @@
-"""Run the commands of docs/ that stand before their output, and write what they print now below them.
+"""Run the commands of docs/ that have an output below them, and replace the output by the present one.
 
 python scripts/doc_outputs.py
 
@@ -22,19 +22,32 @@ _BLOCK = re.compile(
 
 
 def commands(text: str) -> list[str]:
-    """Return the commands of a page whose output follows, each in one line."""
+    """Return the commands of a page that have an output below them, each in one line.
+
+    Args:
+        text: The page.
+    """
     return [_one_line(match["command"]) for match in _BLOCK.finditer(text)]
 
 
 def outputs(text: str) -> list[tuple[str, str]]:
-    """Return the commands of a page whose output follows, each with that output."""
+    """Return the commands of a page that have an output below them, each with its output.
+
+    Args:
+        text: The page.
+    """
     return [
         (_one_line(match["command"]), _without(match["indent"], match["output"])) for match in _BLOCK.finditer(text)
     ]
 
 
 def page(text: str, run: Callable[[str], str]) -> str:
-    """Return the page with the output that `run` gives for each command."""
+    """Return the page with the output that `run` returns for each command.
+
+    Args:
+        text: The page.
+        run: Takes a command, and returns its output.
+    """
 
     def block(match: re.Match) -> str:
         output = "".join(f"{match['indent']}{line}\n" for line in run(_one_line(match["command"])).splitlines())
@@ -44,7 +57,14 @@ def page(text: str, run: Callable[[str], str]) -> str:
 
 
 def run_here(command: str) -> str:
-    """Return what a command prints on standard output, with the program of this checkout."""
+    """Return the standard output of a command, with the program of this checkout.
+
+    Args:
+        command: The command, for bash.
+
+    Raises:
+        SystemExit: The command failed.
+    """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     shell = ["bash", "-o", "pipefail", "-c", command]

@@ -15,14 +15,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clon
 from trainer.config.errors import ConfigError
 
 FILENAME, OTHER = "original/tokenizer.model", "tokenizer.json"
-BESIDE = ("tokenizer_config.json", "generation_config.json")  # which say what begins and ends a text
+SETTINGS_FILES = ("tokenizer_config.json", "generation_config.json")  # name the tokens that begin and end a text
 
 
 def download(repo_id: str, folder: str, token: str | None) -> str:
     """Return the path of the downloaded file, `<folder>/original/tokenizer.model` or `<folder>/tokenizer.json`.
 
+    Args:
+        repo_id: The repository on the hub.
+        folder: The folder to write to.
+        token: An access token; None for the token of `hf auth login`.
+
     Raises:
-        ConfigError: the hub refuses access, lacks both files, or cannot be reached.
+        ConfigError: The hub refuses access, lacks both files, or cannot be reached.
     """
     from huggingface_hub import errors as hub
     from huggingface_hub import hf_hub_download
@@ -40,7 +45,7 @@ def download(repo_id: str, folder: str, token: str | None) -> str:
         if (path := fetch(FILENAME)) is not None:
             return path
         if (path := fetch(OTHER)) is not None:
-            for name in BESIDE:
+            for name in SETTINGS_FILES:
                 fetch(name)
             return path
     except Exception as error:
@@ -62,9 +67,9 @@ def _reason(error: Exception, repo_id: str) -> str:
         return f"--repo-id {repo_id!r} is no repository name; it must look like meta-llama/Llama-3.1-8B"
     if isinstance(error, hub.GatedRepoError | hub.RepositoryNotFoundError):
         # The hub answers "not found" to strangers as well, so that one sentence has to serve both.
-        what = "is gated" if isinstance(error, hub.GatedRepoError) else "does not exist or is private"
+        state = "is gated" if isinstance(error, hub.GatedRepoError) else "does not exist or is private"
         return (
-            f"{repo_id} {what} for this account; accept its licence at https://huggingface.co/{repo_id} and pass "
+            f"{repo_id} {state} for this account; accept its licence at https://huggingface.co/{repo_id} and pass "
             "--token (from https://huggingface.co/settings/tokens)"
         )
     if status in (401, 403):
@@ -81,10 +86,20 @@ def _unreachable(error: Exception) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Download a tokenizer, and print its path.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repo-id", "--repo_id", default="meta-llama/Llama-3.1-8B", help="repository on the hub")
-    parser.add_argument("--folder", default="assets/tokenizer", help="where to put it")
-    parser.add_argument("--token", "--hf_token", default=None, help="access token; default: the one of `hf auth login`")
+    parser.add_argument("--folder", default="assets/tokenizer", help="folder to write to")
+    parser.add_argument(
+        "--token", "--hf_token", default=None, help="access token; default: the token of `hf auth login`"
+    )
     args = parser.parse_args(argv)
     try:
         path = Path(download(args.repo_id, args.folder, args.token))

@@ -1,12 +1,12 @@
-"""Check the project on a GPU, block by block, and write what was found to one JSON file.
+"""Check the project on a GPU, block by block, and write the results to one JSON file.
 
     python scripts/gpu_check.py --out gpu_check.json                  # all blocks, at most a quarter of an hour
     python scripts/gpu_check.py --blocks first --out first.json       # under ten minutes; then --blocks second
     python scripts/gpu_check.py --device cpu --out dry_run.json     # small shapes: does the script itself work?
     python scripts/gpu_check.py --blocks kernels,ranks --limit-scale 2
 
-Each block runs in a process of its own and is killed at its time limit. The file is written again after each block. No
-block stops the others. Exit code: 0, or 1 if a block failed, or 2 for a wrong option. docs/gpu_check.md has the rest.
+Each block runs in a process of its own, which is killed at its time limit. The file is written again after each block.
+No block stops the others. Exit code: 0 no block failed, 1 a block failed, 2 an option is wrong. See docs/gpu_check.md.
 """
 
 import argparse
@@ -33,14 +33,20 @@ from scripts.provenance import made_with
 from trainer.commands.rank import set_allocator
 
 ROOT = Path(__file__).resolve().parents[1]
-Found = dict[str, Any]
-_LINES_KEPT = 40  # of what a failed block printed
-_MOST_BYTES = 16 * 2**20  # of a file that a block leaves
+Result = dict[str, Any]
+_LINES_KEPT = 40  # last lines of the output of a failed block
+_MOST_BYTES = 16 * 2**20  # of a file that a block writes
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of the check. entry: `module:function`, called with a `Check`; limit: seconds until it is killed."""
+    """A part of the check.
+
+    Attributes:
+        name: The name in `--blocks`.
+        entry: `module:function`; the function takes a `Check`.
+        limit: Seconds until the process is killed.
+    """
 
     name: str
     entry: str
@@ -48,7 +54,7 @@ class Block:
 
 
 _HERE = "scripts.gpu_blocks"
-# Where a GPU is lent for minutes: a call of less than ten minutes, one of less than four, and what compiles for long.
+# For a GPU that is lent for minutes: a call of less than ten minutes, one of less than four, and blocks that compile.
 FIRST = (
     Block("versions", f"{_HERE}.kernels:versions", 15),
     Block("two_ranks", f"{_HERE}.two_ranks:two_ranks", 160),
@@ -75,23 +81,31 @@ LAST = (
 )
 BLOCKS = FIRST + SECOND + LAST
 CALLS = {"first": FIRST, "second": SECOND, "last": LAST}
-"""Names for some of the blocks in `--blocks`."""
+"""Groups of blocks that `--blocks` takes by name."""
 
 
-def run_block(block: Block, device: str, scale: float = 1.0, out: Path | None = None) -> Found:
-    """Run a block in a process of its own, and return what it found; its files go beside `out`.
+def run_block(block: Block, device: str, scale: float = 1.0, out: Path | None = None) -> Result:
+    """Run a block in a process of its own.
 
-    verdict: passed, skipped, failed, over its limit, or died. What the block had noted until then is kept.
+    Args:
+        block: The block.
+        device: "cuda" or "cpu".
+        scale: Factor of the time limit.
+        out: The file of the results; files of the block go to its folder. None: they are deleted.
+
+    Returns:
+        The result of the block, with name, seconds, limit and verdict: passed, skipped, failed, over its limit or died.
+        Notes that the block made before it failed are kept.
     """
     limit = block.limit * scale
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as folder:
         notes, log = Path(folder, "notes.json"), Path(folder, "log")
         command = [sys.executable, "-m", f"{_HERE}.child", block.entry, device, str(notes), str(limit)]
         path = os.pathsep.join(filter(None, [str(ROOT), _stand_ins(), os.environ.get("PYTHONPATH")]))
-        # Also what a killed block leaves behind goes with the folder.
+        # Temporary files of a killed block are deleted with the folder.
         environment = os.environ | {"PYTHONPATH": path, "TMPDIR": folder}
         set_allocator(environment)
-        if device == "cpu":  # also where there are GPUs; one thread, which waits for no other program
+        if device == "cpu":  # even on a machine with GPUs; one thread waits for no other program
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         started = time.monotonic()
         with log.open("w") as output:
@@ -103,23 +117,27 @@ def run_block(block: Block, device: str, scale: float = 1.0, out: Path | None = 
             except subprocess.TimeoutExpired:
                 code = None
             finally:
-                with suppress(ProcessLookupError):  # its processes too, also if it has ended
+                with suppress(ProcessLookupError):  # processes of the block may outlive it
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         seconds = round(time.monotonic() - started, 1)
-        found: Found = {"verdict": "failed", "headline": "", "problems": [], "facts": {}}
+        result: Result = {"verdict": "failed", "headline": "", "problems": [], "facts": {}}
         with suppress(OSError, ValueError):
-            found |= json.loads(notes.read_text())
+            result |= json.loads(notes.read_text())
         if code != 0:
-            found["verdict"] = _why(code, limit)
+            result["verdict"] = _why(code, limit)
         files = _kept(Path(folder, KEPT), out)
-        if found["verdict"] not in ("passed", "skipped"):
-            found["log"] = log.read_text(errors="replace").splitlines()[-_LINES_KEPT:]
-    return {"name": block.name, "seconds": seconds, "limit": limit} | found | ({"files": files} if files else {})
+        if result["verdict"] not in ("passed", "skipped"):
+            result["log"] = log.read_text(errors="replace").splitlines()[-_LINES_KEPT:]
+    return {"name": block.name, "seconds": seconds, "limit": limit} | result | ({"files": files} if files else {})
 
 
 def _kept(folder: Path, out: Path | None) -> list[str]:
-    """Move the files of a block beside `out`, with its name first; return their names, or why a file is not kept."""
+    """Move the files of a block to the folder of `out`, with the name of `out` as prefix.
+
+    Returns:
+        The name of each file, or why a file is not kept.
+    """
     names = []
     for file in sorted(folder.iterdir()) if out is not None and folder.is_dir() else ():
         if file.stat().st_size > _MOST_BYTES:
@@ -131,19 +149,23 @@ def _kept(folder: Path, out: Path | None) -> list[str]:
 
 
 def _stand_ins() -> str:
-    """Return the folder of what stands for a package that a bare machine lacks, or nothing if it is installed."""
+    """Return the folder of stand-ins for packages that a bare machine lacks; empty if the package is installed."""
     return "" if find_spec("tiktoken") else str(ROOT / "scripts" / "gpu_blocks" / "stand_ins")
 
 
 def _why(code: int | None, limit: float) -> str:
-    """Return the verdict on a block that did not end by itself with 0; code: None if it was killed at its limit."""
+    """Return the verdict on a block whose exit code is not 0. A code of None: the block was killed at its limit."""
     if code is None:
         return f"over its limit of {limit:g} s"
     return f"died ({signal.Signals(-code).name})" if code < 0 else "failed"
 
 
-def machine(device: str) -> Found:
-    """Return the versions and GPUs; nothing here takes memory of a GPU."""
+def machine(device: str) -> Result:
+    """Return versions and GPUs of this machine, without using memory of a GPU.
+
+    Args:
+        device: "cuda" or "cpu".
+    """
     import torch
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
@@ -160,36 +182,60 @@ def machine(device: str) -> Found:
     }
 
 
-def check(blocks: Iterable[Block], head: Found, device: str, out: Path | None, scale: float = 1.0) -> list[Found]:
-    """Run the blocks, with a line for each and the file again after each; return what they found."""
-    results: list[Found] = []
+def check(blocks: Iterable[Block], head: Result, device: str, out: Path | None, scale: float = 1.0) -> list[Result]:
+    """Run blocks, print a line for each, and write the file again after each block.
+
+    Args:
+        blocks: The blocks.
+        head: The entries at the start of the file.
+        device: "cuda" or "cpu".
+        out: The file; None for no file.
+        scale: Factor of all time limits.
+
+    Returns:
+        The result of each block.
+    """
+    results: list[Result] = []
     for block in blocks:
-        found = run_block(block, device, scale, out)
-        results.append(found)
-        problem = f"; {found['problems'][0]}" if found["problems"] else ""
+        result = run_block(block, device, scale, out)
+        results.append(result)
+        problem = f"; {result['problems'][0]}" if result["problems"] else ""
         print(
-            f"{block.name:10}{found['seconds']:7.1f} s  {found['verdict']:12}  {found['headline']}{problem}", flush=True
+            f"{block.name:10}{result['seconds']:7.1f} s  {result['verdict']:12}  {result['headline']}{problem}",
+            flush=True,
         )
         if out is not None:
             write(out, head | {"seconds": sum(each["seconds"] for each in results), "blocks": results})
     return results
 
 
-def write(path: Path, what: Found) -> None:
-    """Write a JSON file whole or not at all."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(what, indent=2) + "\n")
-    beside.replace(path)
+def write(path: Path, content: Result) -> None:
+    """Write a JSON file whole or not at all.
+
+    Args:
+        path: The file.
+        content: The content.
+    """
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    new.replace(path)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return the options of the command line. `blocks` is the list of blocks to run.
+
+    Args:
+        argv: The words of the command line.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [block.name for block in BLOCKS]
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run with small shapes")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="where the result goes, after each block")
-    parser.add_argument("--blocks", default=",".join(names), metavar="A,B", help=f"of {', '.join((*CALLS, *names))}")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="file of the results, written after each block")
+    parser.add_argument(
+        "--blocks", default=",".join(names), metavar="A,B", help=f"blocks to run, of {', '.join((*CALLS, *names))}"
+    )
     parser.add_argument("--limit-scale", type=float, default=1.0, metavar="X", help="all time limits times this")
-    parser.add_argument("--commit", metavar="REV", help="of the code, where a copy has no history of its own")
+    parser.add_argument("--commit", metavar="REV", help="commit of the code, for a copy without history")
     args = parser.parse_args(argv)
     wanted = [each for word in args.blocks.split(",") for each in _named(word)]
     if unknown := [name for name in wanted if name not in names]:
@@ -207,6 +253,14 @@ def _named(word: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Check the project, and write the results.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code.
+    """
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
     import torch
@@ -218,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     head |= {"commit": args.commit} if args.commit else {}
     head["date"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     results = check(args.blocks, head, args.device, args.out, args.limit_scale)
-    failed = [found["name"] for found in results if found["verdict"] not in ("passed", "skipped")]
+    failed = [result["name"] for result in results if result["verdict"] not in ("passed", "skipped")]
     print(f"failed: {', '.join(failed)}" if failed else "no block failed")
     return 1 if failed else 0
 

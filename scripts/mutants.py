@@ -26,13 +26,13 @@ from tests.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 _TIMEOUT_SECONDS = 900
-_FAILED = 1  # pytest's exit code for tests that failed; others mean that they did not run
+_FAILED = 1  # exit code of pytest for failed tests; with other codes, the tests did not run
 _IGNORED = (".git", ".venv", "outputs", "site", "__pycache__", ".pytest_cache", ".ruff_cache", ".hypothesis")
 _QUICK = ["-q", "-m", "not slow and not wide", "-p", "no:cacheprovider", "--disable-warnings"]
 
 
 class Bench:
-    """A copy of the tree and the warm process that runs tests there."""
+    """A copy of the tree, and a warm process that runs tests there."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="mutants_")
@@ -41,26 +41,38 @@ class Bench:
         self._pytest = WarmPytest(self.tree)
         self._planted = 0
 
-    def run_tests(self, tests: list[str], *more: str, seconds: int = _TIMEOUT_SECONDS) -> tuple[int | None, str]:
-        """Run the quick ones of some tests: pytest's exit code, None if they did not end in time, and its output."""
+    def run_tests(self, tests: list[str], *options: str, seconds: int = _TIMEOUT_SECONDS) -> tuple[int | None, str]:
+        """Run the quick tests of some files.
+
+        Args:
+            tests: Files, or single tests.
+            *options: Options of pytest.
+            seconds: Time limit.
+
+        Returns:
+            The exit code of pytest, None if it did not end in time; and its output.
+        """
         try:
-            return self._pytest.run([*_QUICK, *more, *tests], seconds)
+            return self._pytest.run([*_QUICK, *options, *tests], seconds)
         finally:
-            # A later mistake must be found anew, not by an example that an earlier one has left.
+            # Tests must find a later mistake without the saved example of an earlier one.
             shutil.rmtree(self.tree / ".hypothesis", ignore_errors=True)
 
     @contextlib.contextmanager
     def planted(self, mutant: Mutant) -> Iterator[None]:
-        """Make the mistake in the copy, and take it out at the end.
+        """Yield; the copy has the mistake inside this context.
+
+        Args:
+            mutant: The mistake.
 
         Raises:
-            ValueError: the line is not there, or more than once.
+            ValueError: The mistake's line is missing, or stands more than once.
         """
         path = self.tree / mutant.file
         text = path.read_text(encoding="utf-8")
         changed = mutant.planted_in(text)
         times = path.stat()
-        # Python takes old bytecode if size and second of the file are the same: each mistake gets another second.
+        # Python uses old bytecode if size and second of the file are the same, so each mistake gets another second.
         self._planted += 1
         second = times.st_mtime_ns + self._planted * 10**9
         try:
@@ -78,7 +90,12 @@ class Bench:
 
 
 def outcome(mutant: Mutant, bench: Bench) -> str:
-    """Return `killed by TEST`, or why not."""
+    """Return `killed by TEST`, or why the mutant survived.
+
+    Args:
+        mutant: The mistake.
+        bench: The copy in which the tests run.
+    """
     unit_first = sorted(mutant.tests.split(), key=lambda test: not test.startswith("tests/unit/"))
     with bench.planted(mutant):
         code, printed = bench.run_tests(unit_first, "-x")
@@ -91,7 +108,15 @@ def outcome(mutant: Mutant, bench: Bench) -> str:
 
 
 def run_table(mutants: list[Mutant], benches: list[Bench]) -> list[str]:
-    """Try each mutant at the bench that is free next, print how it ends, and return the survivors' names."""
+    """Try each mutant on the next free bench, and print the outcome.
+
+    Args:
+        mutants: The mistakes.
+        benches: The copies.
+
+    Returns:
+        The names of the mutants that survived.
+    """
     free: queue.SimpleQueue[Bench] = queue.SimpleQueue()
     for bench in benches:
         free.put(bench)
@@ -112,6 +137,11 @@ def run_table(mutants: list[Mutant], benches: list[Bench]) -> list[str]:
 
 
 def main() -> int:
+    """Run the mutants that the options choose, and print their outcomes.
+
+    Returns:
+        The exit code: 0 if every mutant is killed, 1 if one survives, 2 if tests fail without a mistake.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="mutants whose name or file has a word")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (default: 1)")

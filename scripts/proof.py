@@ -1,18 +1,18 @@
-"""Extend a small model from 2,048 to 32,768 tokens, and show that each step of the way is right.
+"""Extend a small model from 2,048 to 32,768 tokens, and check each step.
 
     data        documents with needles, made up, and a tokenizer of their words      proof_data.py
     first       `lct train`: documents of up to 128 tokens, packed into sequences of 2,048
     short       the same with documents of up to 2,048 tokens
     before      `lct evaluate --tasks needle` at lengths up to 32,768
     long        `lct train`: YaRN, sequences of 32,768 tokens, each over 4 context-parallel ranks
-    one rank    the first steps of it again with one rank: the losses are compared
+    one rank    the first steps of `long` again with one rank: the losses are compared
     after       the same with the extended model; and with YaRN alone, not trained
     export      `lct convert to-hf`; transformers and `lct generate` answer the same questions
     facts       answers in documents of the short length that have several facts
 
 python scripts/proof.py --output outputs/proof --json docs/measurements/proof.json --picture docs/images/proof.svg
 
-It takes ranks on CPUs, and no network. A part that is done is not done again, if the command is given again.
+The script runs ranks on CPUs, without network. Parts that an earlier run has finished are not repeated.
 """
 
 import argparse
@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -31,93 +30,62 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
 from scripts.proof_data import document, write_documents, write_tokenizer
+from scripts.proof_model import FAMILY, FULL, TINY, Size, config_of, parameters
 from scripts.provenance import made_with
-from trainer.config.schema import Model
 from trainer.data.evaluation import needle_prompts
 from trainer.data.tokenizers.tokenizer import open_tokenizer
-from trainer.families.registry import flavor_args
 
 ROOT = Path(__file__).resolve().parents[1]
 DEPTHS = (0, 25, 50, 75, 100)
 FACTS = (1, 2, 4, 8, 12)
 ANSWER_TOKENS = 4
-FAMILY = "qwen3_next"
 _SEED = 1  # of the prompts
 
 
-@dataclass(frozen=True)
-class Size:
-    """Of the model, and of the work."""
-
-    dim: int = 128
-    layers: int = 4
-    """Linear attention and full attention in turn."""
-    heads: int = 2
-    head_dim: int = 64
-    linear_heads: int = 2
-    """Of linear attention, whose keys have half the size of its values."""
-    hidden: int = 384
-    seq_len: int = 2048
-    factor: int = 16
-    context_parallel: int = 4
-    first_steps: int = 300
-    first_rate: float = 4e-3
-    short_steps: int = 1500
-    short_rate: float = 3e-3
-    long_steps: int = 8
-    long_rate: float = 1e-3
-    one_rank_steps: int = 3
-    samples: int = 4
-    asked: int = 4
-    """Prompts for `lct generate` and transformers."""
-
-    @property
-    def lengths(self) -> list[int]:
-        """Lengths at which needles are sought: four times the one before, from that of the short sequences on."""
-        return [self.seq_len * 4**i for i in range(self.factor.bit_length() // 2 + 1)]
-
-
-FULL = Size()
-TINY = Size(
-    dim=32,
-    layers=2,
-    head_dim=16,
-    linear_heads=2,
-    hidden=64,
-    seq_len=512,
-    factor=4,
-    first_steps=3,
-    short_steps=2,
-    long_steps=3,
-    one_rank_steps=2,
-    samples=1,
-    asked=2,
-)
-
-
 class Proof:
-    """The parts, each of which leaves its numbers in a file of the folder."""
+    """The parts of the proof. Each part writes its numbers to a file of the folder.
+
+    Args:
+        size: The sizes of the model and of the work.
+        folder: The folder of all files.
+        say: Prints a line.
+    """
 
     def __init__(self, size: Size, folder: Path, say: Callable[[str], None]) -> None:
         self.size, self.folder, self.say = size, folder, say
         self.took: dict[str, dict[str, float]] = {}
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Return what `work` returns, from its file if that is there."""
+        """Return the result of a part, from its file if the file exists.
+
+        Args:
+            name: The name of the part.
+            work: Does the part, and returns numbers that JSON can hold.
+        """
         file = self.folder / f"{name}.json"
         if not file.exists():
             self.say(f"{name} ...")
             started, cpu = time.perf_counter(), _cpu_seconds()
-            found = work()
+            result = work()
             took = {"seconds": round(time.perf_counter() - started, 1), "cpu_seconds": round(_cpu_seconds() - cpu, 1)}
-            file.write_text(json.dumps({"took": took, "found": found}))
+            file.write_text(json.dumps({"took": took, "found": result}))
         done = json.loads(file.read_text())
         self.took[name] = done["took"]
         self.say(f"{name}: {done['took']['seconds']} s, {done['took']['cpu_seconds']} s of CPUs")
         return done["found"]
 
     def run(self, *arguments: object) -> str:
-        """Run a command of the program; its output, which also stands in `log` of the folder."""
+        """Run a command of the program. Its output also goes to `log` in the folder.
+
+        Args:
+            *arguments: The words of the command.
+
+        Returns:
+            The standard output.
+
+        Raises:
+            SystemExit: The command failed.
+        """
         command = [sys.executable, "-m", "trainer", *map(str, arguments)]
         with (self.folder / "log").open("a") as log:
             log.write(f"$ lct {' '.join(command[3:])}\n")
@@ -130,7 +98,11 @@ class Proof:
         return done.stdout
 
     def data(self) -> dict[str, int]:
-        """Write tokenizer, shape, documents and configurations."""
+        """Write tokenizer, configuration of the model, and documents.
+
+        Returns:
+            The size of the vocabulary.
+        """
         size, model = self.size, self.folder / "model"
         write_tokenizer(model)
         vocab_size = open_tokenizer(str(model)).vocab_size
@@ -146,8 +118,13 @@ class Proof:
         return {"vocab_size": vocab_size}
 
     def settings(self, name: str, **changes: object) -> list[str]:
-        """Return the settings of a run in a folder of its own."""
-        given = {
+        """Return the settings of a run in a folder of its own, as options of the command line.
+
+        Args:
+            name: The name of the run.
+            **changes: Keys with other values.
+        """
+        entries = {
             "job.dump_folder": self.folder / name,
             "job.device": "cpu",
             "metrics.log_freq": 1,
@@ -163,10 +140,20 @@ class Proof:
             **changes,
         }
         flags = ["--metrics.no-enable_tensorboard", "--checkpoint.enable"]
-        return [*flags, *(f"--{key}={value}" for key, value in given.items())]
+        return [*flags, *(f"--{key}={value}" for key, value in entries.items())]
 
     def short(self, name: str, steps: int, rate: float, before: str = "") -> list[float]:
-        """Train on sequences of packed documents, `name`.jsonl, with the weights of the run before; the losses."""
+        """Train on short sequences of packed documents, `name`.jsonl.
+
+        Args:
+            name: The name of the run.
+            steps: Number of steps.
+            rate: The learning rate.
+            before: The run whose weights it starts from; empty for random weights.
+
+        Returns:
+            The losses.
+        """
         size = self.size
         run = {
             "training.dataset_path": self.folder / f"{name}.jsonl",
@@ -181,12 +168,24 @@ class Proof:
         return self.losses(name)
 
     def last(self, name: str) -> Path:
-        """Return the last checkpoint of a run."""
+        """Return the last checkpoint of a run.
+
+        Args:
+            name: The name of the run.
+        """
         steps = (self.folder / name / "checkpoint").glob("step-*")
         return max(steps, key=lambda step: int(step.name.removeprefix("step-")))
 
     def long(self, ranks: int, steps: int) -> list[float]:
-        """Continue with YaRN and long sequences, each over so many ranks; the losses."""
+        """Continue with YaRN on long sequences.
+
+        Args:
+            ranks: Number of context-parallel ranks for each sequence.
+            steps: Number of steps.
+
+        Returns:
+            The losses.
+        """
         size = self.size
         run = {
             "training.dataset_path": self.folder / "long.jsonl",
@@ -209,12 +208,22 @@ class Proof:
         return scaling | {"model.rope_original_seq_len": size.seq_len}
 
     def losses(self, name: str) -> list[float]:
-        """Return the losses of a run."""
+        """Return the losses of a run.
+
+        Args:
+            name: The name of the run.
+        """
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
 
     def needles(self, name: str, run: str, **changes: object) -> list[dict[str, float]]:
-        """Return the share of right answers of a run's model, by length and depth."""
+        """Return the share of right answers of a run's model, by length and depth.
+
+        Args:
+            name: The name of the evaluation.
+            run: The name of the run.
+            **changes: Settings of the evaluation.
+        """
         output = self.folder / name
         options = ["--tasks", "needle", "--lengths", *self.size.lengths, "--depths", *DEPTHS, "--seed", _SEED]
         options += ["--samples", self.size.samples, "--output", output, "--ngpu", 1]
@@ -223,7 +232,11 @@ class Proof:
         return json.loads((output / "evaluation.json").read_text())["needle"]
 
     def export(self) -> dict[str, Any]:
-        """Write the model for transformers, and compare greedy answers to questions of growing length."""
+        """Export the model for transformers, and compare greedy answers to questions in prompts of growing length.
+
+        Returns:
+            The answers: length, right answer, answer of `lct generate`, answer of transformers.
+        """
         exported = self.folder / "exported"
         self.run("convert", "to-hf", self.folder / f"long-{self.size.context_parallel}", exported)
         tokenizer = open_tokenizer(str(exported))
@@ -239,32 +252,32 @@ class Proof:
         options = ["--prompts", self.folder / "prompts", "--temperature", 0, "--tokens", ANSWER_TOKENS]
         written = self.run("generate", exported, *options).rstrip("\n").split("\n\n")
         ours = [text.removeprefix(prompt) for text, prompt in zip(written, prompts, strict=True)]
-        theirs = _of_transformers(exported, prompts)
+        theirs = _transformers_answers(exported, prompts)
         answers = zip(lengths, right, ours, theirs, strict=True)
         return {"answers": [dict(zip(("length", "right", "lct", "transformers"), row, strict=True)) for row in answers]}
 
 
 def _cpu_seconds() -> float:
-    """Return the time that this process, and those that it has started and that have ended, took of CPUs."""
+    """Return the CPU time of this process and of its children that have ended, in seconds."""
     return sum(os.times()[:4])
 
 
-def _of_transformers(folder: Path, prompts: list[str]) -> list[str]:
+def _transformers_answers(folder: Path, prompts: list[str]) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    found = []
+    texts = []
     for prompt in prompts:
         ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_TOKENS, do_sample=False)
-        found.append(tokenizer.decode(out[0, ids.shape[1] :]))
-    return found
+        texts.append(tokenizer.decode(out[0, ids.shape[1] :]))
+    return texts
 
 
-def _of_several_facts(folder: Path, tokens: int, documents: int) -> list[dict[str, float]]:
-    """Return for each number of facts how many answers are right, and how many are those of another fact."""
+def _answers_by_facts(folder: Path, tokens: int, documents: int) -> list[dict[str, float]]:
+    """Return for each number of facts how many answers are right, and how many belong to another fact."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -279,64 +292,27 @@ def _of_several_facts(folder: Path, tokens: int, documents: int) -> list[dict[st
                 places += [(len(ids), len(ids) + len(part))] * (message["role"] == "assistant")
                 ids += part
             with torch.no_grad():
-                said = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
+                predicted = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
             numbers = {tuple(ids[begin:end]) for begin, end in places}
-            found = [(tuple(said[begin - 1 : end - 1]), tuple(ids[begin:end])) for begin, end in places]
-            right += sum(answer == wanted for answer, wanted in found)
-            others += sum(answer != wanted and answer in numbers for answer, wanted in found)
-            asked += len(found)
+            answers = [(tuple(predicted[begin - 1 : end - 1]), tuple(ids[begin:end])) for begin, end in places]
+            right += sum(answer == wanted for answer, wanted in answers)
+            others += sum(answer != wanted and answer in numbers for answer, wanted in answers)
+            asked += len(answers)
         rows.append({"facts": facts, "asked": asked, "right": right, "of_another_fact": others})
     return rows
 
 
-def config_of(size: Size, vocab_size: int) -> dict[str, Any]:
-    """Return the `config.json` of the model.
-
-    Linear and full attention are both there, so that both are compared on four ranks and on one. All of a head is
-    rotated: with the quarter of this family, models find needles beyond their length, and nothing is left to extend.
-    The family has experts: the first layer has a single one, and the others have none.
-    """
-    kinds = ["linear_attention", "full_attention"]
-    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
-    return {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": FAMILY,
-        "hidden_size": size.dim,
-        "num_hidden_layers": size.layers,
-        "layer_types": [kinds[layer % 2] for layer in range(size.layers)],
-        "num_attention_heads": size.heads,
-        "num_key_value_heads": size.heads,
-        "head_dim": size.head_dim,
-        "linear_num_key_heads": size.linear_heads,
-        "linear_num_value_heads": size.linear_heads,
-        "linear_key_head_dim": size.head_dim // 2,
-        "linear_value_head_dim": size.head_dim,
-        "linear_conv_kernel_dim": 4,
-        "intermediate_size": size.hidden,
-        "num_experts": 1,
-        "num_experts_per_tok": 1,
-        "moe_intermediate_size": size.hidden,
-        "shared_expert_intermediate_size": 16,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [*range(1, size.layers)],
-        "vocab_size": vocab_size,
-        "max_position_embeddings": size.seq_len,
-        "rope_parameters": rotary,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-    }
-
-
-def parameters(folder: Path) -> int:
-    """Return the number of parameters of the model in a folder, with tied embeddings."""
-    return flavor_args(Model(name=FAMILY, flavor=str(folder.absolute()))).n_params()
-
-
 def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Do all parts, and return their numbers."""
+    """Do all parts.
+
+    Args:
+        size: The sizes of the model and of the work.
+        folder: The folder of all files.
+        say: Prints a line.
+
+    Returns:
+        The numbers of all parts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     proof, cp = Proof(size, folder, say), size.context_parallel
     vocab_size = proof.part("data", proof.data)["vocab_size"]
@@ -348,7 +324,7 @@ def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any
     after = proof.part("after", partial(proof.needles, "needles-after", f"long-{cp}"))
     exported = proof.part("export", proof.export)
     untrained = proof.part("untrained", partial(proof.needles, "needles-untrained", "short", **proof.scaled()))
-    several = partial(_of_several_facts, folder / "exported", size.seq_len * 7 // 8, size.samples * 3)
+    several = partial(_answers_by_facts, folder / "exported", size.seq_len * 7 // 8, size.samples * 3)
     facts = proof.part("facts", several)
     apart = [abs(a - b) / b for a, b in zip(long, one, strict=False)]
     return {
@@ -370,7 +346,14 @@ def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Return the exit code: 0 if losses and answers are the same."""
+    """Prove, write the numbers and the picture, and print the verdict.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code: 0 if losses and answers are the same.
+    """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/proof"), help="folder of the runs")
@@ -379,18 +362,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="everything on a tiny model, which learns nothing")
     args = parser.parse_args(argv)
     head = made_with("scripts/proof.py", argv, device="cpu") | {"cores": os.cpu_count()}
-    found = prove(TINY if args.tiny else FULL, args.output, partial(print, flush=True))
-    result = head | found
+    numbers = prove(TINY if args.tiny else FULL, args.output, partial(print, flush=True))
+    result = head | numbers
     (args.json or args.output / "proof.json").write_text(json.dumps(result, indent=2) + "\n")
     from scripts.proof_picture import draw
 
     draw(result, args.picture or args.output / "proof.svg")
     same = all(row["lct"] == row["transformers"] for row in result["answers"])
     print(
-        f"losses of {result['size']['context_parallel']} ranks and of one: {found['largest_relative_difference']:.1e}"
+        f"losses of {result['size']['context_parallel']} ranks and of one: {numbers['largest_relative_difference']:.1e}"
     )
     print(f"answers of lct and transformers: {'the same' if same else 'different'}")
-    return 0 if same and found["largest_relative_difference"] <= 1e-5 else 1
+    return 0 if same and numbers["largest_relative_difference"] <= 1e-5 else 1
 
 
 if __name__ == "__main__":

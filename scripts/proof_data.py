@@ -4,8 +4,8 @@
     What is the magic number of Oslo? The magic number of Oslo is 4729183. ...
                                                                  ^ learned: the numbers behind questions alone
 
-Sentences are those of `lct evaluate --tasks needle`. Many facts and questions stand in one document, because a model
-learns to look back from many answers a step, not from one.
+The sentences come from `lct evaluate --tasks needle`. A document has many facts and questions, because a model
+learns to look back only from many answers in a step.
 """
 
 import json
@@ -29,19 +29,23 @@ PLACES = (
     ),
 )
 END = "<|end|>"
-# A number is cut into pairs of digits, so that there are few tokens of numbers, each of which is seen often.
+# A number is cut into pairs of digits, so that numbers have few different tokens, and training sees each often.
 _SPLIT = r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+"
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-# Tokens, with the blank before a word: of a haystack sentence about, of a fact, of a question with its answer.
+# Tokens of a sentence (about), of a fact, and of a question with its answer.
 _SENTENCE, _FACT, _QUESTION = 14, 11, 19
-_FACTS = (1, 1, 2, 4, 8, 12)  # of a document of up to 2,048 tokens
+_FACTS = (1, 1, 2, 4, 8, 12)  # numbers of facts of a document of up to 2,048 tokens
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json of a byte-level BPE, its settings, and a template that joins messages as they are."""
+    """Write tokenizer.json of a byte-level BPE, its settings, and a template that joins messages without marks.
+
+    Args:
+        folder: The folder of the files.
+    """
     random = Random("tokenizer")
     words = [sentence(random) for _ in range(4000)] + [_question(place) for place in PLACES] * 20
     numbers = [f" {i}" for i in range(10, 100)] + [f"{i:02}" for i in range(100)] + list("0123456789")
@@ -66,10 +70,15 @@ def _question(place: str) -> str:
 
 
 def document(random: Random, tokens: int, facts: int) -> list[dict[str, str]]:
-    """Return the messages of a document of about so many tokens, with questions for each fact, somewhere behind it.
+    """Return the messages of a document, with questions for each fact at random places after the fact.
 
-    A fact is asked for once, in longer documents once more for each 8,192 tokens: a second question is answered from
-    the first one's answer, which is nearer than the fact.
+    There is one question for a fact, and one more for each 8,192 tokens of a longer document: a model answers a second
+    question from the first answer, which is nearer than the fact.
+
+    Args:
+        random: The source of random numbers.
+        tokens: Number of tokens, about.
+        facts: Number of facts.
     """
     times = 1 + tokens // 8192
     pieces: list[tuple[float, str, str]] = []  # place, text, answer
@@ -89,10 +98,16 @@ def document(random: Random, tokens: int, facts: int) -> list[dict[str, str]]:
 
 
 def documents(seed: str, shortest: int, longest: int, tokens: int) -> Iterator[list[dict[str, str]]]:
-    """Yield documents of about `tokens` tokens together, of `shortest` tokens, twice that, ...; long ones have more.
+    """Yield documents of random lengths. Longer documents are rarer.
 
-    They have one to twelve facts, as far as there is room, and longer ones up to four times as many. `lct evaluate`
-    asks for one among many sentences.
+    A document has one to twelve facts if there is room, a longer one up to four times this number. (`lct evaluate` asks
+    for one fact among many sentences.)
+
+    Args:
+        seed: The seed.
+        shortest: Number of tokens of the shortest documents; other lengths are doubles of it.
+        longest: Largest number of tokens of a document.
+        tokens: Number of tokens of all documents together, about.
     """
     random, made = Random(seed), 0
     lengths = [shortest << i for i in range(20) if shortest << i <= longest]
@@ -105,7 +120,15 @@ def documents(seed: str, shortest: int, longest: int, tokens: int) -> Iterator[l
 
 
 def write_documents(file: Path, seed: str, shortest: int, longest: int, tokens: int) -> None:
-    """Write `documents` as lines of JSON for `training.dataset = "chat"`."""
+    """Write `documents` as lines of JSON for `training.dataset = "chat"`.
+
+    Args:
+        file: The file.
+        seed: See `documents`.
+        shortest: See `documents`.
+        longest: See `documents`.
+        tokens: See `documents`.
+    """
     with file.open("w") as lines:
         for messages in documents(seed, shortest, longest, tokens):
             lines.write(json.dumps({"messages": messages}) + "\n")

@@ -11,14 +11,23 @@ _SETTINGS = {"svg.hashsalt": "proof", "font.family": "DejaVu Sans", "font.size":
 
 
 def draw(result: Mapping[str, Any], output: Path) -> None:
-    """Write the picture, SVG or PNG by the file's ending; the same numbers give the same file."""
+    """Write the picture. The same numbers give the same file.
+
+    Args:
+        result: The numbers of `proof.py`.
+        output: The file; its ending chooses SVG or PNG.
+    """
     metadata = {"Date": None, "Creator": None} if output.suffix == ".svg" else {"Software": None}
     with matplotlib.rc_context(_SETTINGS):
         picture(result).savefig(output, dpi=160, metadata=metadata, facecolor="white")
 
 
 def picture(result: Mapping[str, Any]) -> Figure:
-    """Return the figure."""
+    """Return the figure.
+
+    Args:
+        result: The numbers of `proof.py`.
+    """
     figure = Figure(figsize=(9.7, 3.2), layout="constrained")
     curve, *maps = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
     size, long, one = result["size"], result["long_losses"], result["one_rank_losses"]

@@ -1,4 +1,4 @@
-"""Where a number comes from: the command, the commit of the code, versions and device. Every file of numbers has it."""
+"""The origin of measured numbers: command, commit of the code, versions, device. Files of numbers begin with it."""
 
 import platform
 import shlex
@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 
 @lru_cache(maxsize=1)
 def commit() -> str:
-    """Return the commit of the code that runs, with a + where it was changed since; as of the first call."""
+    """Return the commit of the running code, with a + if files have changed. Later calls return the first answer."""
     described = subprocess.run(
         ["git", "-C", str(_ROOT), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"],
         capture_output=True,
@@ -24,11 +24,21 @@ def commit() -> str:
 
 
 def versions(device: str) -> dict[str, str]:
-    """Return on what something runs here."""
+    """Return the device, and the versions of torch and Python.
+
+    Args:
+        device: The device.
+    """
     return {"device": device, "torch": version("torch"), "python": platform.python_version()}
 
 
 def made_with(script: str, arguments: Sequence[str], *, device: str) -> dict[str, str]:
-    """Return what the head of a file of numbers says. script: its path in the repository."""
+    """Return the head of a file of numbers.
+
+    Args:
+        script: Path of the script in the repository.
+        arguments: The words of its command line.
+        device: The device.
+    """
     command = shlex.join(["python", script, *arguments])
     return {"command": command, "commit": commit()} | versions(device)

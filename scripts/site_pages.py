@@ -1,4 +1,4 @@
-"""Pages of the site that are files of the repository: README.md is its start page. A hook of mkdocs (mkdocs.yml)."""
+"""A hook of mkdocs (mkdocs.yml) that makes pages of the site from files of the repository, such as README.md."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,15 @@ _LINK = re.compile(r"\[([^]]*)\]\((?!https?:|#)([^)\s]+)\)")
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the pages to those of docs/."""
+    """Add the pages of `PAGES` to the pages of docs/.
+
+    Args:
+        files: The files of the site.
+        config: The configuration of mkdocs.
+
+    Returns:
+        The files of the site.
+    """
     for source, page in PAGES.items():
         text = code_in_lists(site_links((ROOT / source).read_text(encoding="utf-8")))
         files.append(File.generated(config, page, content=text))
@@ -26,12 +34,21 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Change the links of a page of docs/, and the indent of code in its lists."""
+    """Return a page of docs/ with links for the site, and with the indents of code in lists that the site needs.
+
+    Args:
+        markdown: The page.
+        **_: Further arguments of the hook; not used.
+    """
     return code_in_lists(site_links(markdown))
 
 
 def code_in_lists(text: str) -> str:
-    """Return the text with code of list items indented by 8 blanks, as the site asks for; GitHub takes 6 from 4 + 2."""
+    """Return the text with code of list items indented by 8 blanks for the site. GitHub takes 6.
+
+    Args:
+        text: A page in Markdown.
+    """
     lines, in_list, in_code, fenced = [], False, False, False
     for line in text.split("\n"):
         fenced ^= line.lstrip().startswith("```")
@@ -45,7 +62,11 @@ def code_in_lists(text: str) -> str:
 
 
 def site_links(text: str) -> str:
-    """Return the text with links to pages as the site has them, and links to code as the name of the file."""
+    """Return the text with links to pages of the site. A link to code becomes the name of the file.
+
+    Args:
+        text: A page in Markdown.
+    """
 
     def link(match: re.Match[str]) -> str:
         words, target = match.groups()

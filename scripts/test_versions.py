@@ -5,7 +5,7 @@
     PIP_INDEX_URL=... python scripts/test_versions.py 2.11.0+cpu      # a build without CUDA: less to download
 
 An environment is made in versions/VERSION/ from requirements-dev.txt with this one pin changed, and kept.
-The outputs of pip and of pytest are in files there. Exit code 1: a version could not be installed, or a test failed.
+The outputs of pip and pytest go to files in this folder. Exit code 1: pip failed for a version, or a test failed.
 """
 
 import argparse
@@ -22,21 +22,27 @@ TESTS = ("tests/unit", "tests/distributed", "tests/fake_cuda")
 
 
 def requirements(version: str) -> str:
-    """Return the lines of requirements.txt, with this version of torch, and of requirements-dev.txt.
+    """Return the lines of requirements.txt, with another version of torch, and of requirements-dev.txt.
+
+    Args:
+        version: The version of torch.
 
     Raises:
-        ValueError: the file does not pin torch.
+        ValueError: The file does not pin torch once.
     """
     text = (ROOT / "requirements.txt").read_text(encoding="utf-8")
-    changed, found = re.subn(r"^torch==\S+", f"torch=={version}", text, flags=re.MULTILINE)
-    if found != 1:
-        raise ValueError(f"requirements.txt has {found} lines that pin torch; it must have one")
+    changed, pins = re.subn(r"^torch==\S+", f"torch=={version}", text, flags=re.MULTILINE)
+    if pins != 1:
+        raise ValueError(f"requirements.txt has {pins} lines that pin torch; it must have one")
     dev = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
     return changed + dev.replace("-r requirements.txt\n", "")
 
 
 def environment(version: str) -> Path:
-    """Return the Python of this version's environment, which is made if it is missing or the pins have changed.
+    """Return the Python of a version's environment. Make the environment if it is missing or the pins have changed.
+
+    Args:
+        version: The version of torch.
 
     Raises:
         subprocess.CalledProcessError: pip failed.
@@ -59,7 +65,15 @@ def environment(version: str) -> Path:
 
 
 def tested(version: str, tests: Sequence[str]) -> bool:
-    """Run the tests, print the last line of pytest and each failure, and return whether all passed."""
+    """Run tests under a version of torch; print each failure and the last line of pytest.
+
+    Args:
+        version: The version of torch.
+        tests: Files or folders of tests.
+
+    Returns:
+        Whether all tests passed.
+    """
     try:
         python = environment(version)
     except subprocess.CalledProcessError:
@@ -79,12 +93,19 @@ def tested(version: str, tests: Sequence[str]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Test each version, and return 0 if all passed."""
+    """Test each version.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code: 0 if all tests passed.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="+", help="of torch, as pip writes them")
+    parser.add_argument("versions", nargs="+", help="versions of torch, as pip writes them")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help=f"default: {' '.join(TESTS)}")
     args = parser.parse_args(argv)
-    passed = [tested(version, args.tests) for version in args.versions]  # all of them, whatever the first one says
+    passed = [tested(version, args.tests) for version in args.versions]  # a failed version does not stop the others
     return 0 if all(passed) else 1
 
 

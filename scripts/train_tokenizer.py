@@ -22,7 +22,14 @@ from trainer.data.tokenizers.tiktoken_format import SPLIT_PATTERN, split_long_ru
 
 
 def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:
-    """The tokens, by rank: the 256 bytes first, then one per merge.
+    """Train a byte-level BPE.
+
+    Args:
+        documents: The texts.
+        vocab_size: Number of tokens.
+
+    Returns:
+        The tokens, by rank: the 256 bytes first, then one per merge.
 
     Raises:
         ConfigError: `vocab_size` is below 256, or the text has too few different pairs to reach it.
@@ -41,7 +48,7 @@ def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    # Cut as the tokenizer cuts, so that one endless run cannot overflow the regex here either.
+    # Cut long runs as the tokenizer does, so that the regex does not overflow.
     bpe.train_from_iterator((piece for document in documents for piece in split_long_runs(document)), trainer)
     vocab = bpe.get_vocab()
     if len(vocab) != vocab_size:
@@ -51,6 +58,14 @@ def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train a tokenizer, and write its file.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", default="python_stdlib", help=f"one of {', '.join(DATASETS)}")
     parser.add_argument("--path", default=None, help="file, folder or glob, for text and jsonl")

@@ -1,9 +1,9 @@
-"""Write which classes of the installed transformers docs/transformers.md names as refused: each is built and checked.
+"""Write the table of refused classes in docs/transformers.md: each class of transformers is built and checked.
 
 python scripts/transformers_docs.py
 
-A class of causal language models is built without memory, of its default configuration, and gets the checks that it
-gets when a context is entered. One that passes is watched while it runs, and may be refused then.
+A class of causal language models is built without memory, by its default configuration, and gets the checks of a
+context. A class that passes is checked again while it runs, and may be refused then.
 """
 
 import os
@@ -33,11 +33,15 @@ _REASONS = {
     "has layers of kind": "layers of kind {0}",
     "mixes tokens outside": "a convolution, a scan or a shift of tokens",
 }
-"""What a refusal says, and what the table says then; {0}: what it quotes first."""
+"""Words of a refusal -> the reason in the table; {0} is the first quoted word of the refusal."""
 
 
 def build(kind: str) -> nn.Module:
-    """Return a causal language model of transformers by the name of its configuration, on the meta device."""
+    """Return a causal language model of transformers on the meta device.
+
+    Args:
+        kind: The name of its configuration.
+    """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = CONFIG_MAPPING[kind]()
@@ -53,7 +57,7 @@ def build(kind: str) -> nn.Module:
 
 
 def classes() -> tuple[Counter[str], dict[str, list[str]]]:
-    """Return how many classes pass, with a scan or without, and the names of the others by their reason."""
+    """Return the number of classes that pass, with and without a scan, and the names of the others by reason."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     register_transformers_attention()
@@ -61,7 +65,7 @@ def classes() -> tuple[Counter[str], dict[str, list[str]]]:
     for kind in NAMES:
         try:
             model = build(kind)
-        except Exception:  # of whatever kind
+        except Exception:  # of any kind
             others["its default configuration builds no model"].append(kind)
             continue
         bound = bind(model.modules())
@@ -84,16 +88,20 @@ def table() -> str:
     import transformers
 
     passed, others = classes()
-    counts = ", ".join(f"{number} {what}" for what, number in sorted(passed.items()))
-    rows = [f"| {what} | {', '.join(names)} |" for what, names in sorted(others.items())]
+    counts = ", ".join(f"{number} {kind}" for kind, number in sorted(passed.items()))
+    rows = [f"| {kind} | {', '.join(names)} |" for kind, names in sorted(others.items())]
     head = f"transformers {transformers.__version__}: {sum(passed.values())} classes pass ({counts})."
     return "\n".join([head, "", "| refused, or not tried | classes |", "|---|---|", *rows])
 
 
 def page(text: str) -> str:
-    """Return the page with what stands between its markers made again."""
-    before, rest = text.split(_BEGIN)
-    return f"{before}{_BEGIN}\n\n{table()}\n\n{_END}{rest.split(_END)[1]}"
+    """Return the page with a new table between its markers.
+
+    Args:
+        text: The page.
+    """
+    before, after = text.split(_BEGIN)
+    return f"{before}{_BEGIN}\n\n{table()}\n\n{_END}{after.split(_END)[1]}"
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Observer:
         """Called after the update. The host does not know `left_out` yet: use `torch.where`.
 
         Args:
-            left_out: Scalar, float32, on the device: one if the step is not finite and changes no weight.
+            left_out: A scalar, float32, on the device: one if the step is not finite and changes no weight.
         """
 
     def record(self, positions: Positions) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What a block of `gpu_check.py` gets: device, time left, and a place for what it finds."""
+"""The run of a block of `gpu_check.py`: device, time left, notes and problems."""
 
 import json
 import math
@@ -8,8 +8,8 @@ from threading import Lock
 from typing import Any
 
 KEPT = "kept"
-"""Folder beside the notes, of files that are kept."""
-_RESERVE = 0.15  # of the limit: what is still to be done when a loop finds that its time is over
+"""Name of the folder, next to the notes, of files that are kept."""
+_RESERVE = 0.15  # share of the limit for the work after the last check of the time
 
 
 def own_host(rank: int, gpus: int) -> dict[str, str]:
@@ -26,7 +26,11 @@ def own_host(rank: int, gpus: int) -> dict[str, str]:
 
 
 def largest(*errors: float) -> float:
-    """Return the largest of some errors, 0.0 for none. NaN if one is NaN, which `max` can pass over."""
+    """Return the largest of some errors, 0.0 for none. If an error is NaN, return NaN, which `max` can pass over.
+
+    Args:
+        *errors: The errors.
+    """
     return math.nan if any(map(math.isnan, errors)) else max(errors, default=0.0)
 
 
@@ -35,9 +39,12 @@ class Skipped(Exception):
 
 
 class Check:
-    """A block's view of its run. Every note is written at once, so that a killed block keeps its notes.
+    """The run of a block. Every note is written at once, so that a killed block keeps its notes.
 
-    device: `cuda` or `cpu`; path: file of the notes; limit: seconds from now until the block is killed.
+    Args:
+        device: "cuda" or "cpu".
+        path: The file of the notes.
+        limit: Seconds from now until the block is killed.
     """
 
     def __init__(self, device: str, path: Path, limit: float) -> None:
@@ -45,7 +52,7 @@ class Check:
         self.facts: dict[str, Any] = {}
         self.problems: list[str] = []
         self._headline, self._verdict, self._path = "", "failed", path
-        self._lock = Lock()  # runs side by side are followed by threads
+        self._lock = Lock()  # several threads may make notes
         self._end = time.monotonic() + limit * (1 - _RESERVE)
 
     @property
@@ -54,35 +61,56 @@ class Check:
         return self.device == "cpu"
 
     def left(self) -> float:
-        """Return the seconds in which the block should end."""
+        """Return the seconds until the block should end."""
         return max(self._end - time.monotonic(), 0)
 
     def file(self, name: str) -> Path:
-        """Return the path of a file that is kept beside the result; what the block writes there comes back."""
+        """Return the path of a file that is kept: after the block, it is moved to the folder of the results.
+
+        Args:
+            name: The name of the file.
+        """
         folder = self._path.parent / KEPT
         folder.mkdir(exist_ok=True)
         return folder / name
 
     def note(self, **facts: Any) -> None:
-        """Keep facts for the file, numbers, text, lists or dictionaries."""
+        """Keep facts for the results.
+
+        Args:
+            **facts: Numbers, text, lists or dictionaries.
+        """
         with self._lock:
             self.facts |= facts
             self._write()
 
     def headline(self, text: str) -> None:
-        """Set what the screen shows of the block."""
+        """Set the line of the block on the screen.
+
+        Args:
+            text: The line.
+        """
         self._headline = text
         self._write()
 
     def expect(self, holds: bool, problem: str) -> None:
-        """Note a problem, which fails the block, unless it holds."""
+        """Note a problem, which fails the block, if a condition does not hold.
+
+        Args:
+            holds: The condition.
+            problem: The problem.
+        """
         if not holds:
             with self._lock:
                 self.problems.append(problem)
                 self._write()
 
     def end(self, skipped: str | None = None) -> None:
-        """Set the verdict. skipped: why the block could not run."""
+        """Set the verdict.
+
+        Args:
+            skipped: Why the block could not run; None if it ran.
+        """
         if skipped is not None:
             self._headline = skipped
         self._verdict = "failed" if self.problems else "passed" if skipped is None else "skipped"
@@ -90,13 +118,13 @@ class Check:
 
     def _write(self) -> None:
         notes = {"verdict": self._verdict, "headline": self._headline, "problems": self.problems, "facts": self.facts}
-        beside = self._path.with_suffix(".new")
-        beside.write_text(json.dumps(_plain(notes)))
-        beside.replace(self._path)
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps(_plain(notes)))
+        new.replace(self._path)
 
 
 def _plain(x: Any) -> Any:
-    """Return what JSON has: other objects as text, and numbers that are not finite as text too."""
+    """Return a value that JSON can hold: other objects and numbers that are not finite become text."""
     if isinstance(x, dict):
         return {str(key): _plain(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

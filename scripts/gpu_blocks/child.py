@@ -8,6 +8,14 @@ from scripts.gpu_blocks.block import Check, Skipped
 
 
 def main(entry: str, device: str, path: str, limit: str) -> None:
+    """Run one block.
+
+    Args:
+        entry: `module:function`; the function takes a `Check`.
+        device: "cuda" or "cpu".
+        path: The file of the notes.
+        limit: Seconds until the process is killed.
+    """
     check = Check(device, Path(path), float(limit))
     module, _, function = entry.partition(":")
     try:

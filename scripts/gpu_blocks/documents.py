@@ -16,11 +16,15 @@ from longshard.sharding.layout import contiguous
 from scripts.gpu_blocks.block import Check
 
 _SHAPE = (32, 8, 128)  # heads, key/value heads, head size of a layer of 8B
-_BATCHES = 6  # of other lengths, for which cuDNN builds plans
+_BATCHES = 6  # batches of different lengths, for which cuDNN builds plans
 
 
 def documents(check: Check) -> None:
-    """Milliseconds forward and backward: the first call, which builds plans, and the fastest of two later ones."""
+    """Time attention forward and backward: the first call, which builds plans, and the faster of two later calls.
+
+    Args:
+        check: The run of the block.
+    """
     tokens = 512 if check.is_dry else 131_072
     kernels = ["math", "cpu_flash"] if check.is_dry else ["varlen", "cudnn_varlen", "cuda_flash", "cudnn"]
     lengths = {
@@ -33,7 +37,7 @@ def documents(check: Check) -> None:
     for name, parts in lengths.items():
         for kernel in kernels:
             if kernel in ("cuda_flash", "cudnn") and len(parts) > 4:
-                continue  # a call for each
+                continue  # these kernels make a call for each document
             if not check.left():
                 check.note(left_out_for_time=f"{name} by {kernel}")
                 break
@@ -54,7 +58,7 @@ def _lengths(tokens: int, count: int, seed: int) -> list[int]:
 
 
 def _seconds(check: Check, kernel: str, lengths: list[int]) -> float:
-    """Return the seconds of forward and backward of these documents on one rank."""
+    """Return the seconds of attention forward and backward of some documents on one rank."""
     heads, kv_heads, head_dim = (4, 2, 16) if check.is_dry else _SHAPE
     tokens = sum(lengths)
     dtype = torch.float32 if check.is_dry else torch.bfloat16
@@ -78,7 +82,7 @@ def _seconds(check: Check, kernel: str, lengths: list[int]) -> float:
 
 
 def _batches(check: Check, tokens: int, kernels: list[str]) -> dict[str, list[float]]:
-    """Return milliseconds of batches whose documents have other lengths each time: what new plans cost."""
+    """Return the milliseconds of batches whose documents have new lengths each time: the cost of new plans."""
     return {
         kernel: [
             round(1e3 * _seconds(check, kernel, _lengths(tokens, 8, seed=10 + batch)), 1) for batch in range(_BATCHES)

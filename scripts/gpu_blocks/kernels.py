@@ -23,15 +23,19 @@ _FULL, _CAUSAL, _BI, _INV = Relation.FULL, Relation.CAUSAL, Relation.BI_CAUSAL, 
 _TILES = [(_FULL, 200, 333), (_FULL, 1, 77), (_CAUSAL, 333, 333), (_CAUSAL, 70, 333), (_BI, 100, 333), (_INV, 200, 300)]
 _HEADS = [(4, 2, 64), (4, 1, 128), (4, 4, 80), (4, 2, 256), (4, 1, 20)]  # query heads, key/value heads, size
 _NAMES = ("out", "lse", "dq", "dk", "dv")
-_FLOOR = 1e-6  # what merging in float32 may add
-_LSE = 1e-3  # relative error of the log-sum-exp, of which the written-out attention in bfloat16 has a worse one
+_FLOOR = 1e-6  # error that merging in float32 may add
+_LSE = 1e-3  # bound for the log-sum-exp; its error in written-out bfloat16 attention is larger
 
 
 # ---- versions
 
 
 def versions(check: Check) -> None:
-    """Versions, the GPU, the back end that `scaled_dot_product_attention` takes, implementations of flash attention."""
+    """Note versions, the GPU, the back ends of `scaled_dot_product_attention`, and implementations of flash attention.
+
+    Args:
+        check: The run of the block.
+    """
     attention = torch.nn.attention
     listed = getattr(attention, "list_flash_attention_impls", list)
     check.note(
@@ -88,7 +92,13 @@ def _back_end(device: str, dtype: str, heads: int, kv_heads: int, n: int, m: int
 
 
 def kernels(check: Check) -> None:
-    """Every kernel: tiles, windows, a single query, strided keys; the same bits twice; cuDNN's heads."""
+    """Compare every kernel on tiles, windows, single queries and strided keys. Check deterministic backwards.
+
+    On a GPU, also note whether cuDNN's operators take grouped heads.
+
+    Args:
+        check: The run of the block.
+    """
     names = ["cpu_flash", "math"] if check.is_dry else ["cuda_flash", "efficient", "varlen", "cudnn", "math"]
     if check.is_dry:
         small = [(relation, -(-n // 16), -(-m // 16)) for relation, n, m in _TILES]
@@ -110,7 +120,7 @@ def _all_tiles(
     tiles: list[tuple[Relation, int, int]],
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32"),
 ) -> None:
-    """Errors of all tiles, as shares of their bounds: twice the error of attention written out in the same type."""
+    """Compare errors of all tiles with their bounds: twice the error of attention written out in the same type."""
     worst: dict[str, float] = {}
     done = refused = left_out = 0
     for name, dtype, shape, tile, is_strided in product(names, dtypes, heads, tiles, (False, True)):
@@ -126,7 +136,7 @@ def _all_tiles(
             shares = _shares(kernel, getattr(torch, dtype), shape, tile, is_strided, check.device)
         except Exception as error:
             check.expect(False, f"{case}: {type(error).__name__}: {str(error).splitlines()[:1]}")
-            if "CUDA error" in str(error):  # nothing works after it in this process
+            if "CUDA error" in str(error):  # after it, no call works in this process
                 raise
             continue
         done += 1
@@ -164,9 +174,9 @@ def _shares(
     attend(total, (q, k, v), slice(0, q.shape[1]), launches, kernel, scale)
     precise = torch.promote_types(dtype, torch.float32)
     grads = tuple(torch.zeros_like(x, dtype=precise) for x in (q, k, v))
-    given = BackwardInputs(dout, q, k, v, exact[0].to(dtype), exact[1].to(precise))
+    backward_inputs = BackwardInputs(dout, q, k, v, exact[0].to(dtype), exact[1].to(precise))
     for launch in launches:
-        add_parts(grads, kernel.backward_many(given, launch, scale=scale), launch)
+        add_parts(grads, kernel.backward_many(backward_inputs, launch, scale=scale), launch)
     errors = [_error(a, b) for a, b in zip((*total.result, *grads), exact, strict=True)]
     bounds = [2 * _error(a, b) + _FLOOR for a, b in zip(plain, exact, strict=True)]
     bounds[1] = _LSE
@@ -208,7 +218,7 @@ def _answer(question: Callable[[], Any]) -> Any:
 
 
 def _same_bits(name: str, device: str) -> bool:
-    """Whether two backwards in deterministic mode agree in every bit; the sums over queries are long."""
+    """Return whether two backwards in deterministic mode agree in every bit. The sums over queries are long."""
     length = 256 if device == "cpu" else 2048
     q, k, v, dout = _inputs((4, 2, 64), length, length, torch.bfloat16, device)
     options = {"relation": Relation.CAUSAL, "scale": 0.125}
@@ -232,7 +242,7 @@ _WAYS = ("forward", "backward")
 
 
 def _cudnn_grouped(way: str) -> bool:
-    """Whether cuDNN's operators take fewer key/value heads than query heads, and compute the same."""
+    """Return whether cuDNN's operators take fewer key/value heads than query heads, with the same results."""
     aten = torch.ops.aten
     q, k, v, dout = _inputs((8, 2, 64), 256, 256, torch.bfloat16, "cuda")
     results = []

@@ -16,13 +16,17 @@ from scripts.gpu_blocks.block import Check, largest
 
 _BOUND = 1e-3  # relative error against calls of a few heads; they differ by the order of sums
 _SCALE = 0.09
-_PIECE = 65_536  # rows that are compared at a time
-_HEADS = 4  # query heads of a call that is right
+_PIECE = 65_536  # rows to compare at a time
+_HEADS = 4  # query heads of a call far below 2^31 elements
 Results = list[torch.Tensor]
 
 
 def large(check: Check) -> None:
-    """Each kernel above 2^31 elements, rows at far offsets, merging; at the end kernels as they are, without groups."""
+    """Check each kernel above 2^31 elements, rows at far offsets, and merging. At the end, run kernels without groups.
+
+    Args:
+        check: The run of the block.
+    """
     rows, far_rows = (600, 700) if check.is_dry else (540_000, 1_300_000)
     kernels = ["math"] if check.is_dry else ["varlen", "cuda_flash", "cudnn", "efficient", "cudnn_varlen"]
     errors: dict[str, Any] = {"elements": rows * 32 * 128}
@@ -45,35 +49,35 @@ def large(check: Check) -> None:
         part(f"{name}, far rows", lambda name=name: _far(check, KERNELS[name], far_rows))
     part("documents", lambda: _documents(check, KERNELS["math" if check.is_dry else "varlen"], rows))
     part("merging", lambda: _merging(check, rows))
-    if not check.is_dry:  # not a check: a release in which these are right is a release that needs no groups
+    if not check.is_dry:  # no check: if both are right, this release of PyTorch needs no groups
         part("cudnn without groups", lambda: _queries(check, Cudnn(), rows), bound=None)
         part("documents by varlen without groups", lambda: _documents(check, Varlen(), rows), bound=None)
     wrong = [
-        name for name, found in errors.items() if isinstance(found, dict) and not largest(*found.values()) <= _BOUND
+        name for name, result in errors.items() if isinstance(result, dict) and not largest(*result.values()) <= _BOUND
     ]
     check.headline(f"{errors['elements'] / 2**31:.3f} x 2^31 elements; beyond the bound: {', '.join(wrong) or 'none'}")
 
 
 def _random(check: Check, rows: int, heads: int, seed: int) -> torch.Tensor:
-    """Return (1, heads, rows, 128) with rows in memory as a projection gives them."""
+    """Return (1, heads, rows, 128), with the memory layout of a projection."""
     generator = torch.Generator(check.device).manual_seed(seed)
     size = (1, rows, heads, 8 if check.is_dry else 128)
     dtype = torch.float32 if check.is_dry else torch.bfloat16
     return torch.randn(size, generator=generator, device=check.device, dtype=dtype).transpose(1, 2)
 
 
-def _error(mine: torch.Tensor, right: torch.Tensor) -> float:
-    """Return the relative error of (1, H, S, D) tensors, in pieces of rows; float64 of all would not fit."""
+def _error(result: torch.Tensor, right: torch.Tensor) -> float:
+    """Return the relative error of (1, H, S, D) tensors, computed in pieces of rows: all in float64 would not fit."""
     wrong, norm = 0.0, 0.0
-    for a, b in zip(mine.split(_PIECE, 2), right.split(_PIECE, 2), strict=True):
+    for a, b in zip(result.split(_PIECE, 2), right.split(_PIECE, 2), strict=True):
         wrong += (a.double() - b.double()).square().sum().item()
         norm += b.double().square().sum().item()
     return float(f"{(wrong / norm) ** 0.5:.2e}")
 
 
-def _worst(errors: dict[str, float], found: Results, right: Results) -> None:
-    for name, mine, wanted in zip(("out", "dq", "dk", "dv"), found, right, strict=True):
-        errors[name] = largest(errors.get(name, 0.0), _error(mine, wanted))
+def _worst(errors: dict[str, float], results: Results, right: Results) -> None:
+    for name, result, wanted in zip(("out", "dq", "dk", "dv"), results, right, strict=True):
+        errors[name] = largest(errors.get(name, 0.0), _error(result, wanted))
 
 
 def _run(kernel: Any, inputs: Results, dout: torch.Tensor, relation: Relation = Relation.FULL) -> Results:
@@ -86,22 +90,22 @@ def _copied(x: torch.Tensor, heads: slice) -> torch.Tensor:
 
 
 def _queries(check: Check, kernel: Any, rows: int) -> dict[str, float]:
-    """Many queries of 32 heads over a few keys, against the same kernel with 4 heads at a time."""
+    """Compare many queries of 32 heads over a few keys with the same kernel on 4 heads at a time."""
     q, dout = _random(check, rows, 32, 1), _random(check, rows, 32, 2)
     k, v = _random(check, 1024, 8, 3), _random(check, 1024, 8, 4)
-    found = _run(kernel, [q, k, v], dout)
+    results = _run(kernel, [q, k, v], dout)
     errors: dict[str, float] = {}
     for first in range(0, 32, _HEADS):
         heads, kv_heads = slice(first, first + _HEADS), slice(first // _HEADS, first // _HEADS + 1)
         inputs = [_copied(q, heads), _copied(k, kv_heads), _copied(v, kv_heads)]
         right = _run(kernel, inputs, _copied(dout, heads))
         places = (heads, heads, kv_heads, kv_heads)
-        _worst(errors, [x[:, place] for x, place in zip(found, places, strict=True)], right)
+        _worst(errors, [x[:, place] for x, place in zip(results, places, strict=True)], right)
     return errors
 
 
 def _far(check: Check, kernel: Any, rows: int) -> dict[str, float]:
-    """Rows of 4 heads that lie 1,800 elements apart, as in messages of the exchange of heads, against copies."""
+    """Compare rows of 4 heads that lie 1,800 elements apart, as in messages of the exchange of heads, with copies."""
     head_dim = 8 if check.is_dry else 128
     wide = _random(check, rows, 1, 1).new_empty(rows, 1800)
     wide[:, : 8 * head_dim].normal_()
@@ -115,7 +119,7 @@ def _far(check: Check, kernel: Any, rows: int) -> dict[str, float]:
 
 
 def _documents(check: Check, kernel: Any, rows: int) -> dict[str, float]:
-    """Documents of 8,192 tokens and 32 heads in one launch, against each document alone."""
+    """Compare documents of 8,192 tokens and 32 heads in one launch with each document alone."""
     length = 100 if check.is_dry else 8192
     ends = [*range(0, rows, length), rows]
     spans = list(pairwise(ends))
@@ -126,18 +130,18 @@ def _documents(check: Check, kernel: Any, rows: int) -> dict[str, float]:
         return {"left out, the kernel has one tile": 0.0}
     launch = Launch(tuple(Call(span, span, Relation.CAUSAL, fresh=True, fresh_keys=True) for span in spans))
     out, lse = kernel.forward_many(q, k, v, launch, scale=_SCALE)
-    found = [out, *kernel.backward_many(BackwardInputs(dout, q, k, v, out, lse), launch, scale=_SCALE)]
+    results = [out, *kernel.backward_many(BackwardInputs(dout, q, k, v, out, lse), launch, scale=_SCALE)]
     errors: dict[str, float] = {}
     for span in spans:
         part = slice(*span)
         inputs = [x[:, :, part].transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, dout)]
         right = _run(alone, inputs[:3], inputs[3], Relation.CAUSAL)
-        _worst(errors, [x[:, :, part] for x in found], right)
+        _worst(errors, [x[:, :, part] for x in results], right)
     return errors
 
 
 def _merging(check: Check, rows: int) -> dict[str, float]:
-    """Merging two results of 32 heads, against merging 4 heads at a time."""
+    """Compare merging two results of 32 heads with merging 4 heads at a time."""
     out = _random(check, rows, 32, 1)
     total = _random(check, rows, 32, 2).float()
     lse, total_lse = (torch.randn(1, 32, rows, device=check.device) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Memory of one layer's forward and backward, as its sequence is doubled."""
+"""Memory of forward and backward of one layer, for sequences that double."""
 
 import time
 from dataclasses import replace
@@ -14,28 +14,32 @@ from trainer.models.rotary import precompute_freqs_cis
 
 _FIRST, _LAST = 8192, 2**20  # tokens
 _DRY = 64, 128
-_GROWTH = 4.5  # of the time for twice the tokens: attention's is 4
+_GROWTH = 4.5  # largest growth of the time for twice the tokens; attention grows by 4
 
 
 def layer(check: Check) -> None:
-    """One layer as wide as 8B's, bfloat16, causal: KiB a token, for lengths that double until memory or time ends."""
+    """Measure a layer of 8B's width, bfloat16, causal: KiB per token, for doubled lengths until memory or time ends.
+
+    Args:
+        check: The run of the block.
+    """
     args = FLAVORS["debugmodel" if check.is_dry else "8B"]
     first, last = _DRY if check.is_dry else (_FIRST, _LAST)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     tokens, seconds = first, 0.0
     while tokens <= last and check.left() > _GROWTH * seconds:
         started = time.monotonic()
         row = measured(replace(args, max_seq_len=tokens), tokens, check.device)
         seconds = time.monotonic() - started
-        if found and "allocated_gib" in row:
-            more = row["allocated_gib"] - found[-1]["allocated_gib"]
-            row["kib_a_token"] = round(more * 2**20 / (tokens - found[-1]["tokens"]), 1)
-        found.append(row)
-        check.note(rows=found)
+        if rows and "allocated_gib" in row:
+            growth = row["allocated_gib"] - rows[-1]["allocated_gib"]
+            row["kib_a_token"] = round(growth * 2**20 / (tokens - rows[-1]["tokens"]), 1)
+        rows.append(row)
+        check.note(rows=rows)
         if "error" in row:
             break
         tokens *= 2
-    done = [row for row in found if "error" not in row]
+    done = [row for row in rows if "error" not in row]
     check.expect(bool(done), f"{first:,} tokens do not fit")
     if done:
         slope = done[-1].get("kib_a_token")
@@ -43,9 +47,15 @@ def layer(check: Check) -> None:
 
 
 def measured(args: Any, tokens: int, device: str) -> dict[str, Any]:
-    """Run forward and backward of a layer twice, the second time with a clock; return its time and memory.
+    """Run forward and backward of a layer twice, and time the second run.
 
-    Memory does not count the layer's weights, nor its input. It counts gradients of both.
+    Args:
+        args: The arguments of the model.
+        tokens: Tokens of the sequence.
+        device: "cuda" or "cpu".
+
+    Returns:
+        Time and memory. Memory does not count the weights and the input of the layer, but the gradients of both.
     """
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     with torch.device(device):
@@ -76,7 +86,11 @@ def measured(args: Any, tokens: int, device: str) -> dict[str, Any]:
 
 
 def reset_memory(device: str) -> None:
-    """Begin a new peak, with nothing in the allocator's cache."""
+    """Begin a new peak of memory, with an empty cache of the allocator.
+
+    Args:
+        device: "cuda" or "cpu".
+    """
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -84,9 +98,12 @@ def reset_memory(device: str) -> None:
 
 
 def memory_found(device: str) -> dict[str, Any]:
-    """Return the peaks since the last reset, GiB, and how often the allocator retried and failed; empty on a CPU.
+    """Return the peaks of memory since the last reset, in GiB, and the retries and failures of the allocator.
 
-    allocated: of tensors; reserved: also of what the allocator could not use for them.
+    `allocated` counts tensors; `reserved` also counts memory that the allocator could not use for tensors.
+
+    Args:
+        device: "cuda"; "cpu" gives an empty dictionary.
     """
     if device != "cuda":
         return {}

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (as PaLM counts it) of a few layers as wide as those of 8 billion parameters."""
+"""Model FLOPs utilisation, as PaLM counts it, of a few layers of the width of an 8B model."""
 
 import argparse
 import gzip
@@ -20,8 +20,8 @@ from trainer.config.loader import parse_command_line
 from trainer.job import language
 
 _GIB_OF_A_LAYER = 12  # both loops: float32 weights, gradients and Adam's states, bfloat16 copies, activations
-_GIB_BESIDE = 14  # what FSDP, the profiler and a small vocabulary take
-_GIB_OF_VOCABULARY = 61  # of both loops: embedding and output as above, and all logits of the bare one
+_GIB_RESERVED = 14  # memory of FSDP, the profiler and a small vocabulary
+_GIB_OF_VOCABULARY = 61  # both loops: embedding and output as above, and all logits of the bare loop
 VOCABULARY = 128_256
 DRY_VOCABULARY = 33_000
 _MOST_LAYERS = 8
@@ -32,20 +32,24 @@ _COMPILATION = 45.0  # seconds
 
 
 def mfu(check: Check) -> None:
-    """The trainer alone: peak memory, busy share; then bare loop, trainer and compiled trainer in turn; a long row."""
+    """Measure the trainer alone; then the bare loop, the trainer and the compiled trainer in turn; and a long row.
+
+    Args:
+        check: The run of the block.
+    """
     args = argparse.Namespace(device=check.device, json=None, steps=2, rounds=2 if check.is_dry else 3, rows=1)
     options = ["--training.data_streams=4"]
     vocabulary = VOCABULARY
     if check.is_dry:
         args.flavor, args.layers, args.seq_len, vocabulary = "debugmodel", 1, 32, DRY_VOCABULARY
-        options.append("--training.loss_chunk_tokens=16")  # so few tokens have few logits
+        options.append("--training.loss_chunk_tokens=16")  # for a few tokens with few logits
     else:
-        left = torch.cuda.mem_get_info()[0] / 2**30 - _GIB_BESIDE - _GIB_OF_VOCABULARY
+        left = torch.cuda.mem_get_info()[0] / 2**30 - _GIB_RESERVED - _GIB_OF_VOCABULARY
         if left < _GIB_OF_A_LAYER:
             vocabulary, left = None, left + _GIB_OF_VOCABULARY
         args.flavor, args.seq_len = "8B", 8192
         args.layers = max(min(int(left / _GIB_OF_A_LAYER), _MOST_LAYERS), 1)
-    # The shipped tokenizer has few tokens; the model has rows for those that no text has.
+    # The shipped tokenizer has few tokens; the model gets rows for tokens that no text has.
     known = language.vocab_size_of
     with mock.patch.object(language, "vocab_size_of", lambda path: vocabulary or known(path)):
         _measure(check, args, options)
@@ -62,13 +66,13 @@ def _measure(check: Check, args: argparse.Namespace, options: list[str]) -> None
     variants = {"trainer": work.config}
     if not check.is_dry and check.left() > _COMPILATION:
         variants["compile"] = parse_command_line([*base, "--compile.enable"]).config
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for row in benchmark.rows(work, variants, memory=False):
-        found.append(row)
-        check.note(rows=found)
+        rows.append(row)
+        check.note(rows=rows)
         check.expect("error" not in row, f"{row['variant']}: {row.get('error')}")
-    numbers = {row["variant"]: row.get("mfu") for row in found}
-    ratios = {row["variant"]: row.get("ratio") for row in found[1:]}
+    numbers = {row["variant"]: row.get("mfu") for row in rows}
+    ratios = {row["variant"]: row.get("ratio") for row in rows[1:]}
     alone = check.facts["alone"]
     check.headline(
         f"{args.layers} layers: MFU {numbers}, at {check.facts['long']['tokens']:,} tokens "
@@ -78,7 +82,16 @@ def _measure(check: Check, args: argparse.Namespace, options: list[str]) -> None
 
 
 def long_row(check: Check, base: list[str], device: torch.device) -> dict[str, Any]:
-    """Train on one long sequence of packed documents with full recomputation: speed, and memory."""
+    """Train on one long sequence of packed documents with full recomputation.
+
+    Args:
+        check: The run of the block.
+        base: Settings of the run, as words of a command line.
+        device: The device.
+
+    Returns:
+        Speed and memory; without speed if the run failed.
+    """
     tokens = 64 if check.is_dry else _LONG
     options = [f"--training.seq_len={tokens}", "--training.attention_mask=document"]
     config = parse_command_line([*base, *options, "--activation_checkpoint.mode=full"]).config
@@ -102,7 +115,7 @@ def long_row(check: Check, base: list[str], device: torch.device) -> dict[str, A
 
 
 def _alone(check: Check, work: Work) -> dict[str, Any]:
-    """Train without the bare loop: the peak of its memory, and the share of time in which the GPU works, by a trace."""
+    """Train without the bare loop. Return the peak memory, and the share of time in which the GPU works, by a trace."""
     on_gpu = work.device.type == "cuda"
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])])
 
@@ -128,7 +141,11 @@ _WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def busy_share(events: Iterable[Mapping[str, Any]]) -> float | None:
-    """Return the share of the time from the first to the last GPU event in which some stream works; None: no event."""
+    """Return the share of time in which some stream works, from the first to the last GPU event; None without events.
+
+    Args:
+        events: The events of a trace of PyTorch's profiler.
+    """
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in _WORK)
     if not spans:
         return None

@@ -1,4 +1,4 @@
-"""What the trainer asks of NCCL beside collectives, on one rank: split groups, priorities, the flight record."""
+"""Features of NCCL that the trainer uses besides collectives, on one rank: split groups, priorities, flight record."""
 
 import pickle
 import tempfile
@@ -16,13 +16,17 @@ from trainer.runtime import process_group as groups
 
 
 def nccl(check: Check) -> None:
-    """Start one rank as the trainer does, split off a group of high priority, use it, and read the flight record."""
+    """Start one rank as the trainer does, split off a group of high priority, use it, and read the flight record.
+
+    Args:
+        check: The run of the block.
+    """
     process = groups.Process(0, 0, 1, check.device)
     folder = Path(tempfile.mkdtemp())
     with groups.process_group(process, Comm(), folder):
         group = dist.group.WORLD
         check.note(backend=str(dist.get_backend(group)), can_split=build._can_split(group))
-        # gloo has no priorities
+        # Gloo has no priorities.
         with mock.patch.object(build, "_high_priority", return_value=None) if check.is_dry else nullcontext():
             own = build.same_ranks(group, "check")
         x = torch.arange(4.0, device=process.device)

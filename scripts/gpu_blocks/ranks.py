@@ -8,14 +8,17 @@ import torch
 from scripts.gpu_blocks.block import Check, Skipped, largest
 from scripts.gpu_blocks.training import train
 
-_FEWEST_SECONDS = 25.0  # in which a run of the program is worth a start
+_FEWEST_SECONDS = 25.0  # least time for a run of the program
 _DRY_KERNELS = ("math float64", "cpu_flash float64")
 
 
 def ranks(check: Check) -> None:
-    """Methods, degrees, masks and kernels over ranks that are threads, each with a stream, against float64.
+    """Compare methods, degrees, masks and kernels over ranks that are threads, each with a stream, with float64.
 
-    First rows that hold every two settings together, then the product of all settings, as far as the time goes.
+    The first rows hold every pair of two settings. Then all other combinations follow until the time is over.
+
+    Args:
+        check: The run of the block.
     """
     from tests.covering import covering_array
     from tests.thread_attention import allowed, axes, found_and_bounds
@@ -34,17 +37,18 @@ def ranks(check: Check) -> None:
         name = ", ".join(f"{key} {value}" for key, value in row.items())
         check.note(running=name, done=done, worst_share=worst)
         try:
-            found, bounds = found_and_bounds(row, check.device)
+            errors, bounds = found_and_bounds(row, check.device)
         except Exception as error:
             check.expect(False, f"{name}: {type(error).__name__}: {error}")
             if "CUDA error" in str(error):
                 raise
             continue
         done += 1
-        worst = largest(worst, *(error / bound for error, bound in zip(found, bounds, strict=True)))
-        right = all(error <= bound for error, bound in zip(found, bounds, strict=True))
-        check.expect(right, f"{name}: errors {found}, bounds {bounds}")
-    check.note(running=None, done=done, of=len(rows), of_pairs=len(pairs), worst_share=worst)
+        worst = largest(worst, *(error / bound for error, bound in zip(errors, bounds, strict=True)))
+        right = all(error <= bound for error, bound in zip(errors, bounds, strict=True))
+        check.expect(right, f"{name}: errors {errors}, bounds {bounds}")
+    counts = {"running": None, "done": done, "of": len(rows), "of_pairs": len(pairs), "worst_share": worst}
+    check.note(**counts)
     check.expect(done > 0, "no row was computed")
     check.headline(f"{done} of {len(rows)} rows ({len(pairs)} hold all pairs); worst share of the bound {worst:.2f}")
 
@@ -53,7 +57,11 @@ def ranks(check: Check) -> None:
 
 
 def several(check: Check) -> None:
-    """Parity of each method on NCCL ranks, which share a GPU if there is one; tokens a second of cp 1, 2, 4."""
+    """Check parity of each method on NCCL ranks, which may share a GPU; measure tokens per second of cp 1, 2, 4.
+
+    Args:
+        check: The run of the block.
+    """
     gpus = 0 if check.is_dry else torch.cuda.device_count()
     if not gpus:
         raise Skipped("it needs a GPU, and this is a CPU")
@@ -74,7 +82,7 @@ def _parity(check: Check, gpus: int) -> None:
     from tests.distributed.attention_cases import MASKS, METHODS, Case, assert_exact
     from tests.distributed.pool import WorkerPool
 
-    degree = 4 if gpus >= 4 else 2  # of which all_to_all can divide the heads
+    degree = 4 if gpus >= 4 else 2  # all_to_all can divide the heads by both
     with WorkerPool("cuda") as pool:
         for method in METHODS:
             options = ContextParallelOptions(method)
@@ -91,8 +99,8 @@ def _parity(check: Check, gpus: int) -> None:
 
 
 def _speed(check: Check, degree: int) -> float | str:
-    """Tokens per second of the last step of the model of 1 billion parameters."""
-    found = train(
+    """Return the tokens per second of the last step of a model of 1 billion parameters, or why there are none."""
+    steps = train(
         check,
         f"cp{degree}",
         [
@@ -102,4 +110,4 @@ def _speed(check: Check, degree: int) -> float | str:
         ],
         ngpu=degree,
     )
-    return found if isinstance(found, str) else round(found[-1]["tokens_per_second"], 1)
+    return steps if isinstance(steps, str) else round(steps[-1]["tokens_per_second"], 1)

@@ -22,12 +22,16 @@ from trainer.models.chunked_loss import Chunks, chunked_token_losses
 from trainer.runtime.host_memory import page_locked_like
 
 _REPEATS = 5
-_LOSS_ERROR = 1e-2  # of gradients in bfloat16
-_DEGREE = 8  # of the exchange whose copies are timed
+_LOSS_ERROR = 1e-2  # largest relative error of gradients in bfloat16
+_DEGREE = 8  # ranks of the exchange whose copies are timed
 
 
 def speed(check: Check) -> None:
-    """Milliseconds of each part, and of its variants."""
+    """Time each part and its variants, in milliseconds.
+
+    Args:
+        check: The run of the block.
+    """
     _attention(check)
     parts = {
         "loss": _losses,
@@ -36,7 +40,7 @@ def speed(check: Check) -> None:
         "head_packing": _packing,
         "saved_copy": _saved_copies,
         "merge": _merging,
-    }  # the last compiles
+    }  # the last part compiles
     for name, part in parts.items():
         try:
             check.note(**{f"{name}_ms": part(check)})
@@ -59,21 +63,21 @@ def _free(check: Check) -> None:
 
 
 def _attention(check: Check) -> None:
-    """Each kernel by a causal call, length by length; a kernel that fails has a note."""
+    """Time a causal call of each kernel at each length. A kernel that fails gets a note."""
     names = ["cpu_flash"] if check.is_dry else ["cuda_flash", "cudnn", "efficient", "varlen"]
     settings = {"device": check.device, "dtype": "bfloat16", "relations": ["causal"], "batch": 1, "math_gib": 1.0}
     settings["merging"] = False
     settings |= {"heads": 32, "kv_heads": 8, "head_dim": 128, "repeats": 1 if check.is_dry else _REPEATS}
-    found: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     for length in (64,) if check.is_dry else (8192, 32768):
         for name in names:
             if not check.left():
-                found.append({"kernel": name, "length": length, "note": "left out for time"})
+                rows.append({"kernel": name, "length": length, "note": "left out for time"})
             else:
                 args = argparse.Namespace(kernels=[name], lengths=[length], **settings)
-                found += attention_kernels.rows(args)
-                check.note(attention=found)
-    best = max(found, key=lambda row: row.get("forward_tflops", 0), default={})
+                rows += attention_kernels.rows(args)
+                check.note(attention=rows)
+    best = max(rows, key=lambda row: row.get("forward_tflops", 0), default={})
     if "forward_tflops" not in best:
         check.expect(False, "no kernel was timed")
         return
@@ -85,7 +89,7 @@ def _attention(check: Check) -> None:
 
 
 def _merging(check: Check) -> dict[str, object]:
-    """Merging one more result into a running output of 32 heads, in each way that the benchmark knows."""
+    """Time merging a result into a running output of 32 heads, in each way of the benchmark."""
     heads, length, head_dim = (4, 64, 32) if check.is_dry else (32, 16384, 128)
     args = argparse.Namespace(device=check.device, dtype="bfloat16", batch=1, heads=heads, head_dim=head_dim)
     args.repeats = 1 if check.is_dry else _REPEATS
@@ -94,18 +98,18 @@ def _merging(check: Check) -> dict[str, object]:
 
 
 def _tensors(check: Check) -> list[torch.Tensor]:
-    """Return tensors like the weights of a layer of 8 billion parameters' width: 268 million elements."""
+    """Return tensors like the weights of a layer of 8B's width: 268 million elements."""
     count, side = (2, 8) if check.is_dry else (16, 4096)
     return [torch.randn(side, side, device=check.device) for _ in range(count)]
 
 
 def _losses(check: Check) -> dict[str, float]:
-    """The loss in chunks of 8,192 tokens, forward and backward; on small tensors also its error against float64."""
+    """Time forward and backward of the loss in chunks of 8,192 tokens. Check gradients of small tensors in float64."""
     tokens, dim, vocabulary = (16, 8, 64) if check.is_dry else (8192, 4096, 128_256)
 
     def gradients(tensors: list[torch.Tensor], labels: torch.Tensor, chunks: Chunks) -> tuple[torch.Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in tensors]
-        # A sum, as in training: the gradients of other losses are not known in the forward.
+        # A sum, as in training: only for a sum are gradients known in the forward.
         return torch.autograd.grad(chunked_token_losses(*leaves, labels, chunks).sum() / labels.numel(), leaves)
 
     def problem(tokens: int, dim: int, vocabulary: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -113,7 +117,7 @@ def _losses(check: Check) -> dict[str, float]:
         tensors = [torch.randn(1, tokens, dim, **like), torch.randn(vocabulary, dim, **like) / dim]
         return tensors, torch.randint(vocabulary, (1, tokens), device=check.device)
 
-    found = {}
+    milliseconds = {}
     small, labels = problem(256, 64, 128)
     exact = gradients([x.double() for x in small], labels, Chunks(256))
     large, targets = problem(tokens, dim, vocabulary)
@@ -122,30 +126,31 @@ def _losses(check: Check) -> dict[str, float]:
         errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, exact, strict=True)]
         check.expect(largest(*errors) < _LOSS_ERROR, f"loss, {name}: relative errors of hidden and weight {errors}")
         chunks = Chunks(max(tokens // 4, 1), in_forward=in_forward)
-        found[name] = _milliseconds(check, lambda chunks=chunks: gradients(large, targets, chunks))
+        milliseconds[name] = _milliseconds(check, lambda chunks=chunks: gradients(large, targets, chunks))
     _free(check)
-    return found | _large_vocabulary(check, problem, gradients)
+    return milliseconds | _large_vocabulary(check, problem, gradients)
 
 
 def _large_vocabulary(check: Check, problem: Callable[..., Any], gradients: Callable[..., Any]) -> dict[str, float]:
-    """A chunk of 256 tokens of width 2,048, with a vocabulary of 248,320, forward and backward.
+    """Time a chunk of 256 tokens of width 2,048 with a vocabulary of 248,320, forward and backward.
 
-    That is the shape of TRL's pull request 6863. Nine chunks less one, so that work of a whole step does not count.
+    This is the shape of TRL's pull request 6863. The time of one chunk is subtracted from the time of nine chunks, so
+    that work of a whole step does not count.
     """
     tokens, dim, vocabulary = (4, 8, 64) if check.is_dry else (256, 2048, 248_320)
-    found = {}
+    milliseconds = {}
     for name, in_forward in (("gradients in the forward", True), ("logits twice", False)):
         times = []
         for number in (1, 9):
             tensors, labels = problem(number * tokens, dim, vocabulary)
             chunks = Chunks(tokens, in_forward=in_forward)
             times.append(_milliseconds(check, lambda x=tensors, y=labels, c=chunks: gradients(x, y, c)))
-        found[f"a chunk with a large vocabulary, {name}"] = round((times[1] - times[0]) / 8, 4)
-    return found
+        milliseconds[f"a chunk with a large vocabulary, {name}"] = round((times[1] - times[0]) / 8, 4)
+    return milliseconds
 
 
 def _norms(check: Check) -> dict[str, float]:
-    """The gradient norm: the trainer's is `foreach float64`."""
+    """Time the gradient norm; the trainer uses `foreach float64`."""
     x = _tensors(check)
     variants = {
         "foreach float64": lambda: torch.stack(torch._foreach_norm(x, 2, dtype=torch.float64)),
@@ -156,19 +161,19 @@ def _norms(check: Check) -> dict[str, float]:
 
 
 def _optimizers(check: Check) -> dict[str, float]:
-    found = {}
+    milliseconds = {}
     for name in ("foreach", "fused"):
         parameters = _tensors(check)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        found[name] = _milliseconds(check, torch.optim.AdamW(parameters, lr=1e-3, **{name: True}).step)
+        milliseconds[name] = _milliseconds(check, torch.optim.AdamW(parameters, lr=1e-3, **{name: True}).step)
         del parameters
         _free(check)
-    return found
+    return milliseconds
 
 
 def _packing(check: Check) -> dict[str, float]:
-    """The exchange of heads of rank 0 of 8, without any transfer and attention: what its copies cost."""
+    """Time the copies of the exchange of heads on rank 0 of 8: the exchange runs without transfers and attention."""
     rows = 8 if check.is_dry else 8192
     layout, size = head_tail(_DEGREE * rows, _DEGREE), (1, 32, rows, 128)
     plan = make_plan(layout, causal(_DEGREE * rows), "all_to_all", 0)
@@ -181,38 +186,44 @@ def _packing(check: Check) -> dict[str, float]:
 
     inner = SimpleNamespace(
         forward=lambda q, k, v, terms: (q, lse.new_zeros(q.shape[:3])),
-        backward=lambda given, terms, kv_dtype: (given.q, given.k, given.v),
+        backward=lambda inputs, terms, kv_dtype: (inputs.q, inputs.k, inputs.v),
     )
     run = ulysses.HeadExchange(plan, SimpleNamespace(rank=lambda: 0), inner)
-    given, terms = stages.BackwardInputs(out, q, k, k, out, lse), Terms(1.0)
+    inputs, terms = stages.BackwardInputs(out, q, k, k, out, lse), Terms(1.0)
     with mock.patch.object(ulysses, "all_to_all", nothing_sent):
         return {
             "forward": _milliseconds(check, lambda: run.forward(q, k, k, terms=terms)),
-            "backward": _milliseconds(check, lambda: run.backward(given, terms)),
+            "backward": _milliseconds(check, lambda: run.backward(inputs, terms)),
         }
 
 
 def _saved_copies(check: Check) -> dict[str, float]:
-    """Copies of a shard of 311 MiB to the host, as a save makes them: into locked pages of the system or of PyTorch."""
+    """Time copies of a shard of 311 MiB to the host, as in a save, to pages that the system or PyTorch has locked."""
     x = torch.zeros(8 if check.is_dry else 311 * 2**18, device=check.device)
     if check.is_dry:
         return {"pageable": _milliseconds(check, lambda: x.to("cpu", copy=True))}
     started = time.perf_counter()
     locked = page_locked_like(x, "this check", "run it without")
-    found = {"locking": round(1e3 * (time.perf_counter() - started), 1)}
+    milliseconds = {"locking": round(1e3 * (time.perf_counter() - started), 1)}
     ways = {"system": locked, "PyTorch": torch.empty_like(x, device="cpu", pin_memory=True)}
-    return found | {name: _milliseconds(check, partial(y.copy_, x, non_blocking=True)) for name, y in ways.items()}
+    return milliseconds | {
+        name: _milliseconds(check, partial(y.copy_, x, non_blocking=True)) for name, y in ways.items()
+    }
 
 
 # ---- tiles
 
 
 def tiles(check: Check) -> None:
-    """Tiles of every rank's plan at 65,536 tokens on one device, against one call: degrees 2, 4, 8."""
+    """Time the tiles of every rank's plan at 65,536 tokens on one device, against one call: degrees 2, 4, 8.
+
+    Args:
+        check: The run of the block.
+    """
     shape: dict[str, Any] = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
     if check.is_dry:
         shape |= {"heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32"}
-    found: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
     for degree in (2,) if check.is_dry else (8, 4, 2):
         if not check.left():
             check.note(left_out_for_time=f"degree {degree} and what follows")
@@ -228,9 +239,9 @@ def tiles(check: Check) -> None:
             load_balancer="head_tail",
             repeats=1,
         )
-        found += tile_rows(args)
-        check.note(tiles=found)
+        rows += tile_rows(args)
+        check.note(tiles=rows)
         _free(check)
-    check.expect(bool(found), "no tile was timed")
-    ratios = {f"{row['method']} {row['degree']}": row["ratio"] for row in found}
+    check.expect(bool(rows), "no tile was timed")
+    ratios = {f"{row['method']} {row['degree']}": row["ratio"] for row in rows}
     check.headline(f"time of the slowest rank x degree / time of one call: {ratios}")

@@ -1,4 +1,4 @@
-"""Training steps of a few layers as wide as 8B's, with Llama 3's vocabulary: speed, memory, float8, optimizers."""
+"""Training steps of a few layers of 8B's width, with Llama 3's vocabulary: speed, memory, float8, optimizers."""
 
 import time
 from itertools import pairwise
@@ -17,7 +17,7 @@ from trainer.config.loader import parse_command_line
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job import language
 
-_STEPS = 4  # the first ones compile and fill caches
+_STEPS = 4  # the first steps compile and fill caches
 _FLOAT8_STEPS = 20
 _FLOAT8_NEAR = 0.03  # relative difference of a loss in float8 from the loss in bfloat16
 _COMPILED = ["--compile.enable"]
@@ -26,7 +26,11 @@ _LONG = ["--activation_checkpoint.mode=full", "--training.attention_mask=documen
 
 
 def vocabulary(check: Check) -> None:
-    """MFU of the compiled trainer with the real vocabulary, at 8,192 and 32,768 tokens."""
+    """Measure MFU of the compiled trainer with the real vocabulary, at 8,192 and 32,768 tokens.
+
+    Args:
+        check: The run of the block.
+    """
     compiled = [] if check.is_dry else _COMPILED
     rows = []
     for tokens, options in ((8192, compiled), (32_768, [*compiled, *_LONG])):
@@ -37,7 +41,11 @@ def vocabulary(check: Check) -> None:
 
 
 def optimizers(check: Check) -> None:
-    """Speed and memory of a step of two layers by optimizer, and with weights on the host."""
+    """Measure speed and memory of a step of two layers by optimizer, and with weights on the host.
+
+    Args:
+        check: The run of the block.
+    """
     rows = []
     variants = {
         "AdamW": [],
@@ -59,7 +67,14 @@ def optimizers(check: Check) -> None:
 
 
 def float8(check: Check) -> None:
-    """Losses and speed with rowwise float8 beside bfloat16, both compiled."""
+    """Compare losses and speed of rowwise float8 with bfloat16, both compiled.
+
+    Args:
+        check: The run of the block.
+
+    Raises:
+        Skipped: torchao is not installed.
+    """
     if not is_installed("torchao"):
         raise Skipped("torchao is not installed")
     recipe = ["--float8.enable", "--float8.recipe_name=rowwise"]
@@ -80,7 +95,7 @@ def float8(check: Check) -> None:
     check.headline(f"float8 is {ratio:.2f} times as fast as bfloat16; losses differ by {difference:.1e}")
 
 
-@mock.patch.dict(FLAVORS)  # the flavor with fewer layers is for this run alone
+@mock.patch.dict(FLAVORS)  # the flavor with fewer layers exists in this run only
 def _row(check: Check, tokens: int, layers: int, options: list[str], steps: int = _STEPS) -> dict[str, Any]:
     """Train on one sequence; return speed, memory and losses, or the error."""
     flavor, layers, tokens = ("debugmodel", 1, 64) if check.is_dry else ("8B", layers, tokens)
@@ -97,18 +112,18 @@ def _row(check: Check, tokens: int, layers: int, options: list[str], steps: int 
             torch.cuda.synchronize()
         times.append(time.perf_counter())
 
-    found: dict[str, Any] = {"tokens": tokens, "layers": layers, "vocabulary": size, "options": options}
+    row: dict[str, Any] = {"tokens": tokens, "layers": layers, "vocabulary": size, "options": options}
     reset_memory(check.device)
     known = language.vocab_size_of
     try:
         with mock.patch.object(language, "vocab_size_of", lambda path: size or known(path)):
             lines = train(work.config, device, steps + 1, pace)
             fastest = min(after - before for before, after in pairwise(times[2:]))
-            found |= benchmark.speed(work, [Block(fastest, 0.0)])
-        found["losses"] = [line["loss"] for line in lines if "loss" in line][:steps]
-    except Exception as error:  # the other rows go on
-        found["error"] = f"{type(error).__name__}: {str(error)[:200]}"
-        check.expect(False, f"{tokens:,} tokens, {options}: {found['error']}")
-    found["memory"] = memory_found(check.device)
+            row |= benchmark.speed(work, [Block(fastest, 0.0)])
+        row["losses"] = [line["loss"] for line in lines if "loss" in line][:steps]
+    except Exception as error:  # it does not stop the other rows
+        row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        check.expect(False, f"{tokens:,} tokens, {options}: {row['error']}")
+    row["memory"] = memory_found(check.device)
     free(device)
-    return found
+    return row

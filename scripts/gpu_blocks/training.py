@@ -1,4 +1,4 @@
-"""The trainer on one GPU: where a step makes the host wait, and the program itself with its features."""
+"""The trainer on one GPU: the places at which a step makes the host wait, and runs of the program with its features."""
 
 import json
 import math
@@ -29,15 +29,19 @@ Steps = list[dict[str, Any]]
 # ---- synchronisations
 
 _MASKS = {"causal": [], "documents": ["--training.attention_mask=document"]}
-_STEP = 4  # the one that is watched; earlier ones fill caches
+_STEP = 4  # the step that is watched; earlier steps fill caches
 _MOST_SYNCS = 1
-_RANKS = 4  # as threads
-_SECONDS = 15.0  # until all ranks have done a call
+_RANKS = 4  # threads
+_SECONDS = 15.0  # time limit of a call of all ranks
 _METHODS = ("ring", "all_gather", "all_to_all")
 
 
 def syncs(check: Check) -> None:
-    """One training step in which PyTorch warns of every synchronisation, by the lines of this project that cause it."""
+    """Run a training step in which PyTorch warns of every synchronisation; note the lines that cause them.
+
+    Args:
+        check: The run of the block.
+    """
     device = torch.device("cuda", 0) if check.device == "cuda" else torch.device("cpu")
     if check.is_dry:
         check.note(left_out="PyTorch warns of synchronisations on GPUs only; the step is run without")
@@ -62,7 +66,7 @@ def syncs(check: Check) -> None:
 
 
 def _train_watched(options: list[str], device: torch.device, places: Counter[str]) -> None:
-    """Train a few steps, and count where step `_STEP` waits."""
+    """Train a few steps, and count the places at which step `_STEP` waits."""
     words = ["--model.flavor=debugmodel", "--training.seq_len=256", "--training.local_batch_size=2"]
     words.append("--training.data_streams=4")  # fewer files to read
     config = parse_command_line([*words, "--metrics.log_freq=100", *options]).config
@@ -80,10 +84,15 @@ def _train_watched(options: list[str], device: torch.device, places: Counter[str
 def documents_on_ranks(
     device: str, method: str, watch: Callable[[Counter[str]], AbstractContextManager]
 ) -> tuple[Counter[str], Counter[str]]:
-    """Run attention of packed documents twice in one context, over ranks that are threads, forward and backward.
+    """Run attention of packed documents twice in one context, forward and backward, over ranks that are threads.
 
-    Return where the first call waits, which computes and copies what depends on the documents, and the second one.
-    watch: fills such a counter while it is open.
+    Args:
+        device: "cuda" or "cpu".
+        method: The method of context parallelism.
+        watch: Returns a context that fills a counter of places.
+
+    Returns:
+        The places at which each of the two calls waits. The first call computes and copies the data of the documents.
     """
     from longshard.context.attention import context_parallel_attention
     from longshard.context.attention_inputs import AttentionSettings
@@ -96,8 +105,8 @@ def documents_on_ranks(
     case = Case(512, (8, 4), 64, dtype, ContextParallelOptions(method), mask="documents")
     layout = case.options.layout(case.seq_len, _RANKS, case.batch_mask)
     settings = AttentionSettings(case.head_dim**-0.5, case.is_causal, case.window)
-    found: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    phases, watched = iter(found), ExitStack()
+    counters: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    phases, watched = iter(counters), ExitStack()
 
     def next_phase() -> None:
         watched.close()
@@ -112,19 +121,19 @@ def documents_on_ranks(
         leaves = [x.requires_grad_() for x in leaves]
         with opened(LivePlan(mesh, layout, case.batch_mask, case.options), BATCH) as handle:
             barrier.wait()
-            for _ in found:
+            for _ in counters:
                 out, *_ = context_parallel_attention(*leaves, handle, settings)
                 torch.autograd.grad(out, leaves, cotangent)
                 barrier.wait()
 
     with watched:
         run_ranks(_RANKS, attend, device=device, limit=2 * _SECONDS)
-    return found
+    return counters
 
 
 @contextmanager
 def _waits(places: Counter[str]) -> Iterator[None]:
-    """Count the operators that make the host wait, by the innermost lines of the project that called them."""
+    """Yield; count the operators that make the host wait, by the innermost lines of the project that called them."""
 
     def noted(message: Warning | str, category: type[Warning], *_: object) -> None:
         if "called a synchronizing" in str(message):  # PyTorch also warns once that the mode is a prototype
@@ -149,7 +158,7 @@ def _place(stack: Sequence[traceback.FrameSummary]) -> str:
 
 # ---- the program
 
-# Runs of the program on one device: they mostly start, read and compile.
+# Number of concurrent runs on one device: most of their time is start, reading and compilation.
 _SIDE_BY_SIDE = min(max((os.cpu_count() or 1) // 2, 1), 8)
 _NEAR = 0.02  # relative difference of a loss in bfloat16 from the loss in float32, or of two runs in bfloat16
 FEATURES = {
@@ -161,11 +170,17 @@ FEATURES = {
     "deterministic": ["--training.deterministic"],
     "deterministic again": ["--training.deterministic"],
 }
-_FLOAT32 = ["--training.mixed_precision_param=float32"]  # on the same device: each draws other weights
+_FLOAT32 = [
+    "--training.mixed_precision_param=float32"
+]  # on the same device, because another device draws other weights
 
 
 def program(check: Check) -> None:
-    """The real program on real text: bfloat16 near float32, features near no features, a resumed run, a trace."""
+    """Run the real program on real text, and compare losses: bfloat16, float32, features, a resumed run. Check a trace.
+
+    Args:
+        check: The run of the block.
+    """
     half = 3 if check.is_dry else 10
     runs, resumed = program_runs(half, {} if check.is_dry else FEATURES)
     losses: dict[str, list[float]] = {}
@@ -177,7 +192,7 @@ def program(check: Check) -> None:
 
     with ThreadPoolExecutor(_SIDE_BY_SIDE) as pool:
         list(pool.map(run, runs))
-    # A run that starts from step 0 would keep the metrics of the earlier run in another file.
+    # A run that starts from step 0 would move the metrics of the earlier run to another file.
     files = list(Path(tempfile.gettempdir(), "bfloat16").glob("metrics*.jsonl"))
     check.expect(len(files) == 1, "the second run started from step 0 and did not resume")
     worst = {}
@@ -192,7 +207,7 @@ def program(check: Check) -> None:
         falls = all(map(math.isfinite, documents)) and documents[-1] < documents[0]
         check.expect(falls, f"documents: losses do not fall: {documents}")
     traces = list(Path(tempfile.gettempdir(), "bfloat16").glob("profile_trace/*/rank0_trace.json"))
-    check.expect(len(traces) == 1, f"{len(traces)} profiler traces in place of one")
+    check.expect(len(traces) == 1, f"{len(traces)} profiler traces instead of one")
     check.note(largest_relative_difference=worst)
     if check.is_dry:
         check.note(left_out="compile and activation checkpointing: their tests run on CPUs")
@@ -201,8 +216,13 @@ def program(check: Check) -> None:
 
 
 def program_runs(half: int, features: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the options of each run by its name, and of the run that resumes half way of the run `bfloat16`."""
-    # With the preset's rate, four times as high, losses rise from step 14 on, and a rounding changes them by 2 %.
+    """Return the options of each run by its name, and the options of the run that resumes `bfloat16` half way.
+
+    Args:
+        half: Half the number of steps.
+        features: Name of a run -> its options.
+    """
+    # At the preset's rate, which is four times as high, losses rise from step 14 on, and rounding changes them by 2 %.
     base = ["--training.mixed_precision_param=bfloat16", f"--training.steps={2 * half}", "--optimizer.lr=1e-3"]
     trace = ["--profiling.enable_profiling", f"--profiling.profile_freq={half}", "--profiling.profiler_warmup=1"]
     saving = ["--checkpoint.enable", f"--checkpoint.interval={half}"]
@@ -216,20 +236,30 @@ def program_runs(half: int, features: Mapping[str, list[str]]) -> tuple[dict[str
 
 
 def _losses(check: Check, name: str, options: list[str], folder: str | None = None) -> list[float]:
-    """Return the losses of a run, step by step; none, and a problem, if it fails."""
+    """Return the losses of a run by step. If the run fails, note a problem and return an empty list."""
     small = [f"--training.seq_len={32 if check.is_dry else 512}", "--training.data_streams=4"]
     rows = ["--training.local_batch_size=4", "--training.global_batch_size=4"]
-    found = train(check, folder or name, ["--metrics.log_freq=1", *small, *rows, *options])
-    if isinstance(found, str):
-        check.expect(False, f"{name}: {found}")
+    steps = train(check, folder or name, ["--metrics.log_freq=1", *small, *rows, *options])
+    if isinstance(steps, str):
+        check.expect(False, f"{name}: {steps}")
         return []
-    losses = [step["loss"] for step in found]
+    losses = [step["loss"] for step in steps]
     check.note(**{f"losses of {name}": losses})
     return losses
 
 
 def train(check: Check, folder: str, options: list[str], ngpu: int = 1) -> Steps | str:
-    """Run `python -m trainer train` on the debug preset; return the lines of `metrics.jsonl`, or why it failed."""
+    """Run `python -m trainer train` on the debug preset.
+
+    Args:
+        check: The run of the block.
+        folder: The name of the dump folder.
+        options: Settings, as words of a command line.
+        ngpu: Number of ranks.
+
+    Returns:
+        The lines of `metrics.jsonl`, or why the run failed.
+    """
     dump = Path(tempfile.gettempdir(), folder)
     command = [sys.executable, "-m", "trainer", "train", "debug_model", "--ngpu", str(ngpu)]
     command += [f"--job.dump_folder={dump}", "--metrics.no-enable_tensorboard", *options]
@@ -249,8 +279,8 @@ def train(check: Check, folder: str, options: list[str], ngpu: int = 1) -> Steps
     return [json.loads(line) for line in (dump / "metrics.jsonl").read_text().splitlines()]
 
 
-def _difference(mine: list[float], theirs: list[float], steps: int) -> float:
-    """Return the largest relative difference of the losses of the same step; infinite if steps are missing."""
-    if not len(mine) == len(theirs) == steps:
+def _difference(losses: list[float], expected: list[float], count: int) -> float:
+    """Return the largest relative difference of the losses of a step; infinite if steps are missing."""
+    if not len(losses) == len(expected) == count:
         return math.inf
-    return largest(*(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)))
+    return largest(*(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)))

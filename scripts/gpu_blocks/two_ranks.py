@@ -23,12 +23,12 @@ from scripts.gpu_blocks.training import ROOT
 from trainer.config.schema import Comm
 from trainer.runtime import process_group as groups
 
-_GATE = 40.0  # seconds in which two ranks must meet; mostly imports
+_GATE = 40.0  # seconds until two ranks must have met, most of them for imports
 METHODS = ("ring", "all_gather", "all_to_all")
 _STEPS = 6
 _SAVED = 3
 _NEAR = 1e-4  # relative difference of a loss in float32 from the loss of one rank
-_LATE = 5.0  # seconds: the time-out that is planted
+_LATE = 5.0  # seconds of the planted time-out
 _LAYOUTS = {
     "fsdp": [],
     "ring": ["--parallelism.context_parallel_degree=2"],
@@ -36,17 +36,24 @@ _LAYOUTS = {
     "pipeline": ["--parallelism.pipeline_parallel_degree=2"],
 }
 _SAVING = ["--checkpoint.enable", f"--checkpoint.interval={_SAVED}"]
-_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # of each process: they are many
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # there are many processes
 
 
 def two_ranks(check: Check) -> None:
-    """A gate, then attention of every method, runs of the program, and a time-out that ends a rank."""
+    """Let two ranks meet; then check attention of every method, runs of the program, and a time-out that ends a rank.
+
+    Args:
+        check: The run of the block.
+
+    Raises:
+        Skipped: Two ranks of NCCL do not meet on one GPU here.
+    """
     met = on_ranks(check, 2, "scripts.gpu_blocks.two_ranks:gate", (), _GATE)
     if isinstance(met, str):
         raise Skipped(f"two ranks of NCCL do not meet on one GPU here: {met}")
     check.note(gate=met)
     with ThreadPoolExecutor() as pool:
-        late_rank = pool.submit(_time_out, check)  # over a minute, in which it computes nothing
+        late_rank = pool.submit(_time_out, check)  # it waits for over a minute
         parts = [pool.submit(_attention, check, method) for method in METHODS]
         parts.append(pool.submit(_hybrid, check))
         for part in parts:
@@ -62,7 +69,18 @@ def two_ranks(check: Check) -> None:
 
 
 def on_ranks(check: Check, world_size: int, entry: str, args: tuple[Any, ...], limit: float) -> list[Any] | str:
-    """Run `module:function(*args)` on ranks; return their results, or why there are none."""
+    """Run `module:function(*args)` on ranks of this machine.
+
+    Args:
+        check: The run of the block.
+        world_size: Number of ranks.
+        entry: `module:function`.
+        args: The arguments, which pickle can write.
+        limit: Time limit in seconds.
+
+    Returns:
+        The result of each rank, or why there are none.
+    """
     import torch
 
     gpus = 0 if check.is_dry else torch.cuda.device_count()
@@ -90,7 +108,7 @@ def on_ranks(check: Check, world_size: int, entry: str, args: tuple[Any, ...], l
 
 
 def free_port() -> int:
-    """Return a port at which nobody listens now."""
+    """Return a free port."""
     import socket
 
     with socket.socket() as listener:
@@ -104,7 +122,11 @@ def _last_lines(folder: Path, world_size: int) -> str:
 
 
 def gate() -> dict[str, Any]:
-    """Meet, send in both directions, split a group off, and leave."""
+    """Meet, send in both directions, split off a group, and leave.
+
+    Returns:
+        Back end, whether the group is split off, a sum, and seconds.
+    """
     import torch
     import torch.distributed as dist
 
@@ -116,19 +138,19 @@ def gate() -> dict[str, Any]:
         own = build.own_group(dist.group.WORLD, "kv", process.device.type)
         x = torch.full((4,), float(process.rank), device=process.device)
         dist.all_reduce(x, group=own)
-        # Three rows for the other rank and none, then two and five: uneven and empty messages.
+        # Rank 0 sends 0 and 3 rows, rank 1 sends 2 and 5: uneven and empty messages.
         sent, received = ([0, 3], [0, 2]) if process.rank == 0 else ([2, 5], [3, 5])
         rows = torch.empty(sum(received), device=process.device)
         dist.all_to_all_single(rows, torch.ones(sum(sent), device=process.device), received, sent)
-        found = {"backend": str(dist.get_backend()), "is_split": own is not dist.group.WORLD, "sum": x.tolist()}
-    return found | {"seconds": round(time.monotonic() - started, 2)}
+        facts = {"backend": str(dist.get_backend()), "is_split": own is not dist.group.WORLD, "sum": x.tolist()}
+    return facts | {"seconds": round(time.monotonic() - started, 2)}
 
 
 # ---- parts
 
 
 def _attention(check: Check, method: str) -> None:
-    """Every mask by one method: lengths that 2 does not divide, and one shorter than the ranks."""
+    """Check every mask by one method: lengths that 2 does not divide, and a length shorter than the ranks."""
     import torch
 
     from longshard.context.planning.options import ContextParallelOptions
@@ -140,13 +162,13 @@ def _attention(check: Check, method: str) -> None:
         for mask in MASKS
         for seq_len, dtype in ((37, torch.float64), (253, torch.float32), (253, torch.bfloat16))
     ]
-    # One token: its gradients of queries and keys are zero, so that errors are not relative.
+    # With one token, the gradients of queries and keys are zero, so that errors are absolute.
     cases.append(Case(1, (8, 4), 64, torch.float64, options))
     _compare(check, method, 2, cases)
 
 
 def _hybrid(check: Check) -> None:
-    """Two groups of two ranks, in float32 and bfloat16, causal and with documents."""
+    """Check two groups of two ranks, in float32 and bfloat16, causal and with documents."""
     import torch
 
     from longshard.context.planning.options import ContextParallelOptions
@@ -164,13 +186,13 @@ def _compare(check: Check, name: str, world_size: int, cases: Sequence[Any]) -> 
     from tests.distributed.attention_cases import TOLERANCE
 
     entry = "tests.distributed.attention_cases:attention_case"
-    found = on_ranks(check, world_size, entry, (list(cases),), 120)
-    if isinstance(found, str):
+    outcomes = on_ranks(check, world_size, entry, (list(cases),), 120)
+    if isinstance(outcomes, str):
         check.note(**{name: None})
-        check.expect(False, f"{name}: {found}")
+        check.expect(False, f"{name}: {outcomes}")
         return
     worst = 0.0
-    for rank, results in enumerate(found):
+    for rank, results in enumerate(outcomes):
         for case, result in zip(cases, results, strict=True):
             share = largest(*result["errors"]) / TOLERANCE[case.dtype]
             worst = largest(worst, share)
@@ -182,7 +204,7 @@ def _compare(check: Check, name: str, world_size: int, cases: Sequence[Any]) -> 
 
 
 def _program(check: Check) -> None:
-    """Runs of the program on two ranks against one; then a resumed run, with buffers of FSDP in memory of NCCL."""
+    """Compare runs on two ranks with one rank; then a resumed run with FSDP buffers in NCCL's memory."""
     layouts = {name: _LAYOUTS[name] for name in ("fsdp", "ring")} if check.is_dry else _LAYOUTS
     runs = {"one": (1, []), **{name: (2, options) for name, options in layouts.items()}}
     runs["fsdp"] = (2, _SAVING)
@@ -190,9 +212,9 @@ def _program(check: Check) -> None:
     differences: dict[str, float] = {}
 
     def run(name: str, world_size: int, options: list[str], folder: str) -> None:
-        found = _train(check, folder, world_size, options)
-        check.expect(not isinstance(found, str), f"{name} on {world_size} ranks: {found}")
-        losses[name] = [] if isinstance(found, str) else found
+        outcome = _train(check, folder, world_size, options)
+        check.expect(not isinstance(outcome, str), f"{name} on {world_size} ranks: {outcome}")
+        losses[name] = [] if isinstance(outcome, str) else outcome
 
     def compare(name: str, other: str) -> None:
         differences[name] = _difference(losses[name], losses[other])
@@ -208,7 +230,7 @@ def _program(check: Check) -> None:
 
 
 def _train(check: Check, name: str, world_size: int, options: list[str]) -> list[float] | str:
-    """Return the losses of a run of the program, one launcher for each rank; or why there are none."""
+    """Return the losses of a run of the program, with one launcher for each rank; or why there are none."""
     import torch
 
     gpus = 0 if check.is_dry else torch.cuda.device_count()
@@ -244,26 +266,34 @@ def _train(check: Check, name: str, world_size: int, options: list[str]) -> list
     return [line["loss"] for line in lines if "loss" in line][-_STEPS:]
 
 
-def _difference(mine: list[float], theirs: list[float]) -> float:
+def _difference(losses: list[float], expected: list[float]) -> float:
     """Return the largest relative difference of losses; infinite if a step is missing."""
-    if not len(mine) == len(theirs) == _STEPS:
+    if not len(losses) == len(expected) == _STEPS:
         return math.inf
-    return largest(*(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True)))
+    return largest(*(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)))
 
 
 def _time_out(check: Check) -> None:
-    """Wait for a rank that does not come: the waiting rank must end by itself, and leave its flight record."""
+    """Check that a rank that waits for a missing rank ends by itself, and leaves its flight record."""
     folder = Path(tempfile.mkdtemp(prefix="late_"))
     started = time.monotonic()
-    found = on_ranks(check, 2, "scripts.gpu_blocks.two_ranks:late", (str(folder),), 90)
+    outcome = on_ranks(check, 2, "scripts.gpu_blocks.two_ranks:late", (str(folder),), 90)
     records = sorted(path.name for path in folder.iterdir())
-    check.note(time_out={"seconds": round(time.monotonic() - started, 1), "records": records, "end": str(found)[:600]})
-    check.expect(isinstance(found, str) and found.startswith("exit codes"), f"the waiting rank did not end: {found}")
+    check.note(
+        time_out={"seconds": round(time.monotonic() - started, 1), "records": records, "end": str(outcome)[:600]}
+    )
+    check.expect(
+        isinstance(outcome, str) and outcome.startswith("exit codes"), f"the waiting rank did not end: {outcome}"
+    )
     check.expect("rank_0" in records, f"no flight record of the waiting rank: {records}")
 
 
 def late(folder: str) -> None:
-    """Rank 1 leaves without its second sum."""
+    """Run two sums; rank 1 leaves before the second one.
+
+    Args:
+        folder: The folder of the flight records.
+    """
     import torch
     import torch.distributed as dist
 
@@ -280,7 +310,11 @@ def late(folder: str) -> None:
 
 
 def main(folder: str) -> None:
-    """Run on this rank what `on_ranks` wrote down."""
+    """Run on this rank the function that `on_ranks` has pickled.
+
+    Args:
+        folder: The folder of arguments and results.
+    """
     rank = os.environ["RANK"]
     entry, args = pickle.loads(Path(folder, "arguments").read_bytes())
     module, _, name = entry.partition(":")

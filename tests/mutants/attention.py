@@ -583,8 +583,8 @@ SHOWN_PLANS = (
     Mutant(
         "auto looks at the mask of no batch",
         "trainer/commands/plan.py",
-        "batch=packed, hybrids=packed is None,",
-        "hybrids=packed is None,",
+        '"batch": packed, "hybrids": packed is None,',
+        '"hybrids": packed is None,',
         "tests/repository/test_show_plan.py",
     ),
 )

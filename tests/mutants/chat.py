@@ -228,8 +228,8 @@ CHAT = (
     Mutant(
         "a truth value is the number of a token",
         "trainer/commands/http_server.py",
-        "all(type(token) is int for token in given)",
-        "all(isinstance(token, int) for token in given)",
+        "all(type(token) is int for token in prompt)",
+        "all(isinstance(token, int) for token in prompt)",
         "tests/unit/test_serve_limits.py::test_a_wrong_request_is_refused_in_a_sentence",
     ),
     Mutant(
@@ -333,7 +333,7 @@ CHAT = (
     Mutant(
         "a shorter evaluation has the short factors of LongRoPE",
         "trainer/commands/evaluate.py",
-        "made_for = max(job.model.max_seq_len, wanted.trained_for)",
+        "made_for = max(job.model.max_seq_len, args.trained_for)",
         "made_for = job.model.max_seq_len",
         "tests/unit/test_families.py::test_longrope_is_chosen_by_the_length_that_a_model_is_made_for",
     ),

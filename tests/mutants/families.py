@@ -81,8 +81,8 @@ FAMILIES = (
     Mutant(
         "a run that has saved nothing is exported as it was before training",
         "trainer/commands/finished_run.py",
-        "    start = config.checkpoint.initial_load_path\n    there = ",
-        "    if start := config.checkpoint.initial_load_path:\n        return start\n    there = ",
+        "    start = config.checkpoint.initial_load_path\n    origin = ",
+        "    if start := config.checkpoint.initial_load_path:\n        return start\n    origin = ",
         "tests/unit/test_finished_run.py",
     ),
     Mutant(

@@ -533,7 +533,7 @@ PROCESSES = (
         "waits of later calls of attention over ranks count for the first one",
         "scripts/gpu_blocks/training.py",
         "for places in islice(phases, 1):",
-        "for places in islice(found, 1):",
+        "for places in islice(counters, 1):",
         "tests/repository/test_gpu_check.py::test_the_calls_of_attention_over_ranks_are_watched_one_by_one",
     ),
     Mutant(
@@ -932,7 +932,7 @@ PROCESSES = (
     Mutant(
         "a launcher's ranks are counted once for each node",
         "trainer/commands/start.py",
-        "self.of_job\n            or self.ranks_here(config, machine) * Nodes.from_environment().count",
+        "self.launched_ranks\n            or self.ranks_here(config, machine) * Nodes.from_environment().count",
         "self.ranks_here(config, machine)",
         "tests/unit/test_start.py::test_a_rank_of_several_nodes_checks_the_job_of_its_launcher",
     ),

@@ -28,14 +28,14 @@ PLANNER = (
     ),
     Mutant(
         "what is offloaded counts as memory of the device",
-        "lct_planner/tracing.py",
+        "lct_planner/recorder.py",
         "            self._changed(block, 0)\n        return pinned(buffer)",
         "            pass\n        return pinned(buffer)",
         f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[offloaded]",
     ),
     Mutant(
         "memory that FSDP frees without an operator stays",
-        "lct_planner/tracing.py",
+        "lct_planner/recorder.py",
         "                self._changed(self._blocks[storage], size)",
         "                pass",
         f"{_RANKS}::test_the_allocator_of_a_rank_reports_what_is_predicted[fsdp2]",

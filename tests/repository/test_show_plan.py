@@ -15,18 +15,9 @@ from longshard.context.planning.mask import causal
 from longshard.context.planning.methods import METHODS, make_plan
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.commands.main import main as lct
-from trainer.commands.plan import (
-    DIRECTIONS,
-    MOST_RANKS,
-    WIDTH,
-    Case,
-    build,
-    busiest_and_mean,
-    parse_documents,
-    parse_mask,
-    parser,
-    summary,
-)
+from trainer.commands.plan import build, parse_documents, parse_mask, parser
+from trainer.commands.plan_case import DIRECTIONS, MOST_RANKS, Case
+from trainer.commands.plan_summary import WIDTH, busiest_and_mean, summary
 
 SMALL = ["--seq-len", "48", "--degree", "4"]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.commands.evaluate import edges_of, tables, write
+from trainer.commands.evaluate import tables, write
+from trainer.commands.evaluation_defaults import edges_of
 from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError
 from trainer.data.evaluation import NeedlePrompt, long_documents, needle_prompts
@@ -141,7 +142,7 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None
         (["--depths", "0", "101"], "--depths: 101 must be at least 0 and at most 100"),
         (["--samples", "0"], "--samples: 0 must be at least 1"),
         (["--sample", "2"], "--sample is no setting"),
-        (["--training.steps", "3"], "--training.steps is no setting of lct evaluate; it takes those of "),
+        (["--training.steps", "3"], "--training.steps is no setting of lct evaluate; it takes the settings of "),
         (["--no-training.enable_cpu_offload"], "--no-training.enable_cpu_offload is no setting"),
     ],
 )

@@ -171,5 +171,5 @@ def test_token_files_are_made_ahead_with_the_tokenizer_of_the_folder(
     shutil.copy(Model().tokenizer_file, folder / "original" / "tokenizer.model")
     made = []
     monkeypatch.setattr(tokenize_text, "catalog_of", made.append)
-    tokenize_text.of_job([f"--model.path={folder}"])
+    tokenize_text.fill_cache([f"--model.path={folder}"])
     assert [settings.tokenizer for settings in made] == [str(folder)]

@@ -18,7 +18,7 @@ from tests.slow import slow
 from trainer.commands.plan import MOST_RANKS, main
 from trainer.commands.plan_picture import areas_of, draw, picture, rank_color
 
-pytestmark = pytest.mark.about("trainer/commands/plan_case.py")
+pytestmark = pytest.mark.about("trainer/commands/plan_case.py", "trainer/commands/plan_summary.py")
 
 MASKS = [["--mask", m] for m in ("causal", "full", "window:7")] + [["--mask", "document", "--documents", "20,1,27"]]
 

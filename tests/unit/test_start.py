@@ -83,7 +83,7 @@ def test_the_file_and_the_ranks_are_those_of_the_variables(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["debug_model", "second.toml"], "'second.toml' beside 'debug_model' is neither the one file nor an option"),
+        (["debug_model", "second.toml"], "'second.toml' after 'debug_model' is neither the one file nor an option"),
         (["-c", "own.toml"], "'-c' is neither the one file nor an option"),
         (["--nnodes", "2"], "set the variables NNODES, MASTER_ADDR and MASTER_PORT on every node"),
         (["--job.device", "gpu"], "did you mean 'cuda'?"),

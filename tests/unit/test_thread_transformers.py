@@ -205,14 +205,14 @@ def test_values_of_another_size_than_keys(implementation: str) -> None:
 def test_check_model_says_what_is_equal_and_what_differs() -> None:
     report = verified(Shifting(0.0).double())
     assert report.holds
-    assert {row.what: row.result for row in report.rows} == {
+    assert {row.name: row.result for row in report.rows} == {
         **dict.fromkeys(("attention", "logits", "loss", "gradients"), "equal"),
         "no gradient": "not seen",
     }
     assert "2 parameters had none, among them unused.weight" in str(report)
     report = verified(Shifting(0.5).double(), method="all_to_all", load_balancer="contiguous")
     assert not report.holds
-    named = {row.what.strip(): row.result for row in report.rows}
+    named = {row.name.strip(): row.result for row in report.rows}
     wanted = ("logits", "loss", "gradients", "tokens.weight", "mix.weight", "out.weight")
     assert [named[name] for name in wanted] == ["DIFFERS"] * len(wanted)
 
@@ -220,7 +220,7 @@ def test_check_model_says_what_is_equal_and_what_differs() -> None:
 def test_check_model_says_what_is_refused_and_what_it_did_not_see() -> None:
     model = model_of("Mistral")
     (row,) = verified(model).rows
-    assert (row.what, row.result) == ("the model", "REFUSED")
+    assert (row.name, row.result) == ("the model", "REFUSED")
     assert "Call `register_transformers_attention()`" in row.detail
     model.set_attn_implementation("context_parallel")
     assert verified(model).holds

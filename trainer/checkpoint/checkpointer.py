@@ -112,10 +112,10 @@ class Checkpointer:
         pinned = self.settings.async_mode == "async_with_pinned_mem"
         self._copies = HostCopies(self.optimizer) if pinned else None
         self._saved_at = time.monotonic()
-        """When the last save began, or the run."""
+        """When the last save began; before the first save, when the run began."""
         self.best = math.inf
-        """Validation loss of the best checkpoint of this run's history, if it is kept."""
-        # A group of its own keeps the collectives of a background save apart from those of a step.
+        """Validation loss of the best checkpoint in the history of this run, if the run keeps the best one."""
+        # A background save has its own group, so that its collectives do not mix with collectives of a step.
         self.group = None
         if self.settings.enable:
             # The group is created with the time-out of the start, in case a rank hangs before this point.

@@ -1,6 +1,6 @@
-"""Write the answers of requests on all ranks, one request after the other. A failed request does not stop the others.
+"""Answer requests on all ranks, one request after the other. A failed request does not stop the following requests.
 
-After each token the ranks agree in their own group: go on, or the client has left, or a rank has failed.
+After each token the ranks agree, in a group of their own: continue, the client has left, or a rank has failed.
 
 rank 0   forward  draw  send  agree(left)     agree(end)
 rank 1   forward  draw        agree(on)       agree(end)     both end the answer
@@ -35,7 +35,16 @@ class _OtherRankError(Exception):
 
 @dataclass
 class Writer:
-    """Writes answers. ends: tokens that end a text; control: see `control_group`."""
+    """Generates the answers of requests.
+
+    Attributes:
+        model: This rank's part of the model.
+        job: The resolved job.
+        dims: The meshes.
+        tokenizer: The tokenizer.
+        ends: Tokens that end a text.
+        control: The group in which ranks agree after each token, see `control_group`.
+    """
 
     model: nn.Module
     job: ResolvedJob
@@ -45,13 +54,16 @@ class Writer:
     control: dist.ProcessGroup
 
     def answer(self, asked: Request, waiting: Waiting | None) -> None:
-        """Write the answer of a request. A collective over all ranks.
+        """Generate the answer of a request. A collective over all ranks.
 
-        An error belongs to this request: its client gets it, and all ranks go on.
+        If generation fails, the client of this request gets the error, and all ranks take the next request.
 
         Args:
             asked: The request.
-            waiting: Takes the answer on rank 0; None on other ranks.
+            waiting: The waiting request of the server, which takes the answer, on rank 0; None on other ranks.
+
+        Raises:
+            Exception: Another rank is lost (see `is_peer_failure`): the ranks cannot continue.
         """
         try:
             ended = self._written(asked, waiting)
@@ -113,7 +125,7 @@ class Writer:
         return Ended(len(written), "length" if is_full else "stop")
 
     def _agree(self, status: int) -> int:
-        """Return the gravest status of all ranks; raise _OtherRankError if a rank has failed."""
+        """Return the highest status of all ranks; raise _OtherRankError if a rank has failed."""
         agreed = highest(status, self.control)
         if agreed == _FAILED:
             raise _OtherRankError("another rank has failed in this request")
@@ -121,12 +133,12 @@ class Writer:
 
 
 def scores_of(logits: torch.Tensor, tokens: list[int], likeliest: int) -> tuple[Score, ...]:
-    """Return the log-probabilities of tokens by the model, at temperature 1 and among all tokens.
+    """Return the log-probability of each token under the model, at temperature 1 and over the whole vocabulary.
 
     Args:
         logits: The logits from which each token was drawn, (N, V).
         tokens: N tokens.
-        likeliest: Number of the likeliest tokens to report with each token.
+        likeliest: Number of likeliest tokens to report with each token; at most V are reported.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     values = logits.to(dtype).log_softmax(-1)

@@ -1,11 +1,12 @@
-"""Talk with the model of a run, or of a Hugging Face folder: a chat on the terminal, through its chat template.
+"""Chat on the terminal with the model of a run, or of a Hugging Face folder, through its chat template.
 
 chat outputs/chat
 chat ./Qwen3-8B --ngpu 4 --system 'Be brief.' --tools tools.json
 
-Each line is a message. An answer is printed as it is written, and Ctrl-C ends it. /reset begins again, /tool TEXT gives
-the result of a tool that the model has called, /help says so, and /exit or Ctrl-D leaves. Without a terminal, each line
-of the input is a message. When the conversation is too long for the model, its first turns are left out.
+Each line is a message. An answer is printed while it is generated, and Ctrl-C ends it. /reset begins again, /tool TEXT
+gives the result of a tool that the model has called, /help lists the commands, and /exit or Ctrl-D leaves. Without a
+terminal, each line of the input is a message. When the conversation is too long for the model, its first turns are
+left out.
 """
 
 import argparse
@@ -61,15 +62,22 @@ def next_line() -> bytes:
 
 @dataclass
 class Conversation:
-    """The messages so far, and what the user's lines do with them. window: tokens of prompt and answer of the model."""
+    """The messages of a chat so far. Each line of the user adds a message or runs a command.
+
+    Attributes:
+        talk: The chat template, tokenizer and tools.
+        system: The system message; None for none.
+        tokens: Largest number of tokens of an answer.
+        window: Largest number of tokens of prompt and answer together.
+        say: Shows the user a line that is not part of an answer.
+        has_ended: Whether the last line was /exit.
+    """
 
     talk: Talk
     system: str | None
     tokens: int
-    """The most tokens of an answer."""
     window: int
     say: Callable[[str], object]
-    """Takes a line for the user beside the answers."""
 
     has_ended = False
 
@@ -79,15 +87,15 @@ class Conversation:
         self._messages = list(self._first)
 
     def prompt(self, line: str) -> list[int] | None:
-        """Follow a line of the user.
+        """Run a command of the user, or return the prompt for a message.
 
         Args:
-            line: The line.
+            line: The line of the user.
 
         Returns:
-            The tokens that ask for an answer, None if the line asks for none.
+            The tokens of the prompt; None if the line asks for no answer.
         """
-        command, _, rest = line.partition(" ")
+        command, _, content = line.partition(" ")
         if command == "/reset":
             self._messages = list(self._first)
         elif command == "/help":
@@ -96,7 +104,7 @@ class Conversation:
         if not line or command in ("/reset", "/help", "/exit"):
             return None
         message = (
-            {"role": "tool", "content": rest}
+            {"role": "tool", "content": content}
             if command == "/tool"
             else {"role": "user", "content": line}
         )
@@ -116,7 +124,7 @@ class Conversation:
         return prompt
 
     def answered(self, prompt: list[int], written: list[int]) -> None:
-        """Keep an answer.
+        """Append an answer to the messages. Tell the user if the window has cut the answer.
 
         Args:
             prompt: The tokens of the prompt.
@@ -129,7 +137,7 @@ class Conversation:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Yield the list of signals so far; catch Ctrl-C inside."""
+    """Yield a list that collects the signals of Ctrl-C inside this context."""
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
@@ -139,7 +147,13 @@ def interrupts() -> Iterator[list[int]]:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Talk until the input ends, and return an empty text. A collective over all ranks; rank 0 reads and prints."""
+    """Return an empty text when the input of the chat has ended. A collective over all ranks; rank 0 reads and prints.
+
+    Args:
+        args: The options of the command line.
+        job: The resolved job.
+        device: The device of this rank.
+    """
     from trainer.commands.finished_run import loaded_model
     from trainer.components.generation import Sampling, Writing, generate
     from trainer.runtime.agreement import control_group, highest, read_once
@@ -149,20 +163,15 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     window = job.config.training.seq_len
     model, dims = loaded_model(job, device)
     control = control_group()
-    set_timeout(
-        PATIENCE_SECONDS, except_group=control
-    )  # the other ranks wait while the user thinks
+    # The other ranks wait while the user thinks.
+    set_timeout(PATIENCE_SECONDS, except_group=control)
     is_first = dims.is_first
-
-    def say(line: str) -> None:
-        if is_first:
-            print(line, file=sys.stderr, flush=True)
-
+    say = partial(print, file=sys.stderr, flush=True) if is_first else lambda _: None
     if sys.stdin.isatty():
         say(HELP)
     conversation = Conversation(talk, args.system, args.tokens, window, say)
-    while given := read_once(next_line, over=dims["world"]):
-        prompt = conversation.prompt(given.decode(errors="replace").strip())
+    while line := read_once(next_line, over=dims["world"]):
+        prompt = conversation.prompt(line.decode(errors="replace").strip())
         if conversation.has_ended:
             break
         if prompt is None:

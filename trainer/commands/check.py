@@ -25,14 +25,14 @@ from trainer.stores.folder import step_to_load
 
 
 def acted(command: CommandLine, start: Start) -> bool:
-    """Obey --print-config and --check-config.
+    """Run what --print-config and --check-config ask for.
 
     Args:
         command: The parsed command line.
         start: The ranks to start.
 
     Returns:
-        Whether one of them was given.
+        Whether the command line has one of the two options.
     """
     if command.print_config:
         print(to_toml(command.config), flush=True)
@@ -44,8 +44,8 @@ def acted(command: CommandLine, start: Start) -> bool:
 def check(command: CommandLine, start: Start) -> ResolvedJob:
     """Check the configuration and print its summary, unless --print-config is given.
 
-    Without --world-size this is the job that `lct train` would start here. With it the job may be for another machine:
-    `job.device = "auto"` then means GPUs, and missing files are notes.
+    Without --world-size, check the job that `lct train` would start here. With --world-size, the job may be for another
+    machine: `job.device = "auto"` then means GPUs, and a missing file is a note instead of an error.
 
     Args:
         command: The parsed command line.
@@ -53,6 +53,9 @@ def check(command: CommandLine, start: Start) -> ResolvedJob:
 
     Returns:
         The resolved job.
+
+    Raises:
+        ConfigError: A setting is wrong, or another run holds a folder of the job.
     """
     machine = this_machine()
     config = command.config
@@ -139,15 +142,17 @@ def check_tensors(job: ResolvedJob) -> None:
 def peak_of_a_step(
     arguments: list[str], ranks: int, device_type: str, *, node: int | None = None
 ) -> tuple[str, str]:
-    """Return the memory of a rank at the peak of a step in words, or why it is unknown; and a note on time-outs.
-
-    The note is empty where the time-outs are long enough, and on CPUs, where the time is unknown.
+    """Estimate the peak memory of a rank, and check the time-outs against the time of a step.
 
     Args:
         arguments: Settings of the job.
         ranks: Ranks of the job.
         device_type: "cuda" or "cpu".
-        node: Ranks on one node; None for the number of most GPUs.
+        node: Ranks on one node; None for the usual number of the GPU.
+
+    Returns:
+        The peak in words, or why it is unknown; and a note on time-outs. The note is empty if the time-outs are long
+        enough, and on CPUs, where the time is unknown.
     """
     from lct_planner import shim
     from lct_planner.estimate import estimate
@@ -158,17 +163,17 @@ def peak_of_a_step(
     try:
         with Worker(has_shim=traced == "cuda") as worker:
             gpu = device("h100")
-            found = estimate(
+            step = estimate(
                 worker, arguments, ranks, replace(gpu, type=traced, node=node or gpu.node)
             )
     except ConfigError as error:
         return f"the peak of a step is not known: {error}", ""
     sizes = ", ".join(
-        f"{name} {size_words(size)}" for name, size in list(found.by_purpose.items())[:4]
+        f"{name} {size_words(size)}" for name, size in list(step.by_purpose.items())[:4]
     )
     peak = (
-        f"at its peak a step of a rank needs {size_words(found.profile.peak)}, {size_words(found.reserved)} with what "
+        f"at its peak a step of a rank needs {size_words(step.profile.peak)}, {size_words(step.reserved)} with what "
         f"PyTorch reserves: {sizes}; `lct estimate` says more"
     )
     has_peers = ranks > 1 and device_type == "cuda"
-    return peak, limits_raised(found.job.config.comm, found.time.seconds) if has_peers else ""
+    return peak, limits_raised(step.job.config.comm, step.time.seconds) if has_peers else ""

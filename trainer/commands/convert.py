@@ -1,4 +1,4 @@
-"""Convert the weights of a run to a Hugging Face folder, tensor by tensor; all commands read such a folder as it is.
+"""Convert the weights of a run to a Hugging Face folder, tensor by tensor. All commands read such a folder unconverted.
 
 convert to-hf outputs/debug_model exported --dtype bfloat16
 convert add-tokens Qwen3-0.6B with-tools --tokens '<|tool|>' '<|result|>'
@@ -19,74 +19,73 @@ from trainer.stores.folder import checkpoint_folder, step_to_load
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def to_hf(given: argparse.Namespace) -> str:
+def to_hf(options: argparse.Namespace) -> str:
     """Write the weights of a run as a Hugging Face folder.
 
     Args:
-        given: The options of the command line.
+        options: The options of the command line.
 
     Returns:
         What to do next, in words.
     """
-    config = _configuration(given)
+    config = _configuration(options)
     args = resolve_model(config)
-    import torch  # when the run is known to be there
+    import torch  # after the check that the run exists
 
     from trainer.checkpoint.export import write_hf
 
-    check_output(given.output)
-    dtype = getattr(torch, given.dtype or config.training.dtype)
-    left_out = write_hf(given.output, config, args, dtype, given.max_shard_size)
-    what = f"the weights of {weights_of(config)}{left_out}"
-    return f"{given.output} holds {what}; transformers loads it with from_pretrained"
+    check_output(options.output)
+    dtype = getattr(torch, options.dtype or config.training.dtype)
+    left_out = write_hf(options.output, config, args, dtype, options.max_shard_size)
+    exported = f"the weights of {weights_of(config)}{left_out}"
+    return f"{options.output} holds {exported}; transformers loads it with from_pretrained"
 
 
-def _configuration(given: argparse.Namespace) -> JobConfig:
+def _configuration(options: argparse.Namespace) -> JobConfig:
     return configuration(
-        given.folder, given.step, command="lct convert", allow_imports=given.allow_imports
+        options.folder, options.step, command="lct convert", allow_imports=options.allow_imports
     )
 
 
-def to_peft(given: argparse.Namespace) -> str:
+def to_peft(options: argparse.Namespace) -> str:
     """Write the adapters of a run in the format of Hugging Face's peft.
 
     Args:
-        given: The options of the command line.
+        options: The options of the command line.
 
     Returns:
         What to do next, in words.
     """
-    config = _configuration(given)
-    run = given.folder
+    config = _configuration(options)
     if not config.lora.rank:
         raise ConfigError(
-            f"the run in {run} has no adapters (lora.rank = 0); use convert to-hf for its weights"
+            f"the run in {options.folder} has no adapters (lora.rank = 0); use convert to-hf for its weights"
         )
     saved = step_to_load(config)
     args = resolve_model(config)
     from trainer.checkpoint.export import write_peft
 
-    check_output(given.output)
-    write_peft(given.output, config, args, saved)
+    check_output(options.output)
+    write_peft(options.output, config, args, saved)
     there = checkpoint_folder(config).step(saved)
     call = "PeftModel.from_pretrained(model, folder)"
-    return f"{given.output} holds the adapters of {there}; peft loads them with {call}"
+    return f"{options.output} holds the adapters of {there}; peft loads them with {call}"
 
 
-def add_tokens(given: argparse.Namespace) -> str:
+def add_tokens(options: argparse.Namespace) -> str:
     """Write a copy of a Hugging Face folder with further special tokens.
 
     Args:
-        given: The options of the command line.
+        options: The options of the command line.
 
     Returns:
         What to do next, in words.
     """
     from trainer.hugging_face.writer import add_tokens
 
-    output = given.output
+    output = options.output
     check_output(output)
-    ids, rows = add_tokens(given.folder, output, given.tokens)
+    ids, rows = add_tokens(options.folder, output, options.tokens)
     return f"{output} has the tokens {ids[0]:,} to {ids[-1]:,} and {rows:,} rows; name it in model.path to train them"
 
 
@@ -121,20 +120,20 @@ def parser() -> argparse.ArgumentParser:
     adapters = ways.add_parser(
         "to-peft", help="write the adapters of a run for Hugging Face's peft"
     )
-    more = ways.add_parser(
+    extended = ways.add_parser(
         "add-tokens", help="copy a Hugging Face folder, with more special tokens"
     )
-    for way, run in ((out, to_hf), (adapters, to_peft), (more, add_tokens)):
-        what = "Hugging Face folder" if way is more else "job.dump_folder of the run"
-        way.add_argument("folder", type=Path, help=what)
+    for way, run in ((out, to_hf), (adapters, to_peft), (extended, add_tokens)):
+        source = "Hugging Face folder" if way is extended else "job.dump_folder of the run"
+        way.add_argument("folder", type=Path, help=source)
         way.add_argument("output", type=Path, help="new folder")
         way.set_defaults(run=run)
-        if way is not more:
+        if way is not extended:
             way.add_argument(
                 "--step", type=int, default=-1, help="saved step (default: the latest)"
             )
             imports_option(way)
-    more.add_argument(
+    extended.add_argument(
         "--tokens", nargs="+", required=True, help="names of the tokens, such as '<|tool|>'"
     )
     return described

@@ -4,8 +4,8 @@ data show my.toml                                the first sequence of the run
 data show my.toml --sample 7 --html seven.html   the eighth, also as a page
 data show my.toml --characters 0                 with the whole text of each document
 
-Tokens that are learned are green, or stand between ⟦ and ⟧ where there are no colours. The token files of the job are
-made if they are not there.
+Learned tokens are green, or stand between ⟦ and ⟧ without colours. If the token files of the job are missing, the
+command makes them.
 """
 
 import argparse
@@ -34,7 +34,7 @@ _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _STYLE = "body{font:14px/1.5 monospace;white-space:pre-wrap}b{color:#060;background:#dfd}h2{font-size:1em}"
 
 Document = tuple[str, list[tuple[str, bool]]]
-"""A line about it, and its text in parts, each with whether it is learned."""
+"""The heading of a document, and its text in parts: the text of a part, and whether its tokens are learned."""
 
 
 def parser() -> Parser:
@@ -49,8 +49,13 @@ def parser() -> Parser:
         help="sequence of the run, from 0",
     )
     add("--html", type=Path, metavar="FILE", help="write the sequence as a page, too")
-    text = "most characters of a document, from its start and its end (default: 2000; 0: all)"
-    add("--characters", type=number(int, 0), default=2000, metavar="N", help=text)
+    add(
+        "--characters",
+        type=number(int, 0),
+        default=2000,
+        metavar="N",
+        help="most characters of a document, from its start and its end (default: 2000; 0: all)",
+    )
     return described
 
 
@@ -58,7 +63,7 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of the packed sequence in a batch of one.
 
     Args:
-        batch: The batch.
+        batch: A batch of the loader: tokens, labels, positions and document_ids, (1, S), and padding, tokens.
         tokenizer: The tokenizer.
     """
     tokens, labels, positions, ids = (
@@ -77,7 +82,7 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
             f"document {document}: places {start:,} to {stop - 1:,}, positions {positions[start]:,} to "
             f"{positions[stop - 1]:,}, {int(learned.sum()):,} of {stop - start:,} tokens learned"
         )
-        # The label of a place is the token behind it. The last one may stand behind the sequence.
+        # The label of a place is the next token. The next token of the last place may follow the sequence.
         shown = np.append(tokens[start:stop], targets[-1:][learned[-1:]])
         marks = np.concatenate([[False], learned[: len(shown) - 1]])
         runs = groupby(zip(shown.tolist(), marks.tolist(), strict=True), itemgetter(1))
@@ -85,11 +90,11 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
 
 
 def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]]:
-    """Return the first and the last characters of a text.
+    """Return the first and the last characters of a text, with a note on the characters between them.
 
     Args:
-        parts: Parts of the text, and whether each is learned.
-        most: Number of characters; 0 for all.
+        parts: The parts of the text, each with whether it is learned.
+        most: Number of characters to keep; 0 for all.
     """
     length = sum(len(text) for text, _ in parts)
     if not most or length <= most:
@@ -115,7 +120,7 @@ def on_console(documents: list[Document], *, color: bool) -> str:
 
     Args:
         documents: The documents.
-        color: Whether to use colours.
+        color: Whether learned tokens are green; otherwise they stand between ⟦ and ⟧.
     """
     first, last = (_GREEN, _PLAIN) if color else ("⟦", "⟧")
     lines = []
@@ -147,11 +152,14 @@ def page(documents: list[Document], title: str) -> str:
 
 
 def show(config: JobConfig, args: argparse.Namespace) -> str:
-    """Return the table of a job's data and one of its sequences, and write the page if it is requested.
+    """Return the counts of a job's data and a packed sequence as text; with --html, also write the sequence as a page.
 
     Args:
         config: The configuration of the run.
         args: The options of the command line.
+
+    Raises:
+        ConfigError: The data have no tokens, or the page cannot be written.
     """
     from trainer.data.job_data import open_training_data
     from trainer.data.loader import BatchLoader
@@ -178,9 +186,9 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
                 f"--html {args.html} cannot be written ({error.strerror})"
             ) from None
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    found = data.contents()
-    counts = [table(found, training.seq_len)] if found else []
-    counts += [f"note: {sentence}" for sentence in lacking_parts(found)]
+    contents = data.contents()
+    counts = [table(contents, training.seq_len)] if contents else []
+    counts += [f"note: {sentence}" for sentence in lacking_parts(contents)]
     return "\n\n".join([*counts, title, on_console(documents, color=color)])
 
 

@@ -38,15 +38,23 @@ from trainer.runtime.time_limits import limits_raised
 
 _AS_ON_GPUS = ("--training.mixed_precision_param=bfloat16", "--optimizer.implementation=fused")
 _HOST_OF_A_GPU = 200e9
-"""Bytes of host memory for each GPU of a node, of which offloaded inputs may take all."""
+"""Bytes of host memory per GPU of a node. Offloaded inputs may fill all of it."""
 
 
 def main(argv: list[str]) -> int:
-    """Estimate, print the result, and return the exit code."""
+    """Run `estimate`: estimate a step, or search settings, and print the result.
+
+    Args:
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The exit code.
+    """
     started = time.monotonic()
     try:
         options, start = _options(argv)
         arguments = start.arguments
+        out = sys.stderr if options.json else sys.stdout
         ranks = whole_number("--world-size", options.world_size, such_as="--world-size 8")
         config = parse_command_line(arguments, reading=True).config
         if options.calibrate:
@@ -58,43 +66,35 @@ def main(argv: list[str]) -> int:
         # Errors of the configuration are reported here, before a process imports torch.
         resolve(config, ranks, record.type, node=record.node, missing=[])
         if record.type == "cuda" and (why := shim.why_not()):
-            note = f"{why}: traced with the kernels of CPUs, which keep more of norms and attention than those of a GPU"
+            note = f"{why}: traced with CPU kernels, which keep more of norms and attention than GPU kernels"
             record = replace(record, type="cpu")
             arguments = [*arguments, *_AS_ON_GPUS]
-        what = config.job.description or config.job.config_file or "the default settings"
-        print(f"{what} on {ranks} of {options.gpu}", file=sys.stderr)
-        with Worker(has_shim=record.type == "cuda") as worker:
-            of = partial(
+        job_name = config.job.description or config.job.config_file or "the default settings"
+        print(f"{job_name} on {ranks} of {options.gpu}", file=sys.stderr)
+        with Worker(has_shim=record.type == "cuda") as worker, redirect_stdout(out):
+            estimator = partial(
                 estimate, worker, ranks=ranks, device=record, whole=options.picture is not None
             )
-            with redirect_stdout(sys.stderr if options.json else sys.stdout):
-                if options.suggest is not None:
-                    found = _suggest(of, arguments, ranks, options.suggest)
-                elif options.max_seq_len:
-                    found = _longest(of, arguments, config.training.seq_len, ranks)
-                else:
-                    found = of(arguments)
+            result = _searched(options, estimator, arguments, config.training.seq_len, ranks)
         if options.picture:
-            draw(found.profile, options.picture)
-            out = sys.stderr if options.json else sys.stdout
+            draw(result.profile, options.picture)
             print(f"the picture is {options.picture}", file=out)
     except OSError as error:
         raise ConfigError(str(error)) from None
     if options.json:
-        print(json.dumps(found.record()))
+        print(json.dumps(result.record()))
     else:
-        print(paragraphs(lines(found), line_width()))
-        print(
-            f"traced in {time.monotonic() - started:.0f} s: the step of one rank on tensors without memory"
-        )
-    limits = limits_raised(found.job.config.comm, found.time.seconds) if ranks > 1 else ""
+        print(paragraphs(lines(result), line_width()))
+        seconds = time.monotonic() - started
+        print(f"traced in {seconds:.0f} s: the step of one rank on tensors without memory")
+    limits = limits_raised(result.job.config.comm, result.time.seconds) if ranks > 1 else ""
     for text in filter(None, (note, limits)):
         print(f"note: {text}", file=sys.stderr)
     return 0
 
 
 def _calibrated(arguments: list[str], name: str, device: str) -> str:
-    """Return the record of this machine's CPU."""
+    """Measure this machine's CPU, write its record to the file `name`, and return what to print."""
     machine = this_machine()
     if (type_ := machine.device_type(device)) != "cpu":
         raise ConfigError(
@@ -105,7 +105,7 @@ def _calibrated(arguments: list[str], name: str, device: str) -> str:
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
-    """Return the options of this command, and the command line of the job. Its --ngpu is the number of a node."""
+    """Return the options of this command, and the ranks and settings of the job. --ngpu: GPUs of a node."""
     parser = argparse.ArgumentParser(
         prog="lct estimate",
         usage=argparse.SUPPRESS,
@@ -147,14 +147,30 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
         help="draw memory over the step, as .png or .svg",
     )
     add("--json", action="store_true", help="print everything as JSON")
-    config, rest = (argv[:1], argv[1:]) if argv and not argv[0].startswith("-") else ([], argv)
-    options, rest = parser.parse_known_args(rest)
-    return options, parse([*config, *rest])
+    has_file = argv and not argv[0].startswith("-")
+    file = argv[:1] if has_file else []
+    options, settings = parser.parse_known_args(argv[len(file) :])
+    return options, parse([*file, *settings])
 
 
-def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Estimate:
-    """Print the longest sequence that fits; return its estimate, or the estimate of the shortest tried one."""
-    longest, beyond = longest_sequence(of, arguments, begin, unit=128 * ranks)
+def _searched(
+    options: argparse.Namespace,
+    estimator: Estimator,
+    arguments: list[str],
+    seq_len: int,
+    ranks: int,
+) -> Estimate:
+    """Return the estimate of the job, or of the settings that --suggest or --max-seq-len searches."""
+    if options.suggest is not None:
+        return _suggest(estimator, arguments, ranks, options.suggest)
+    if options.max_seq_len:
+        return _longest(estimator, arguments, seq_len, ranks)
+    return estimator(arguments)
+
+
+def _longest(estimator: Estimator, arguments: list[str], begin: int, ranks: int) -> Estimate:
+    """Print the longest sequence that fits; return its estimate. If none fits, return the estimate of the shortest."""
+    longest, beyond = longest_sequence(estimator, arguments, begin, unit=128 * ranks)
     wall = next(iter(beyond.by_purpose))
     if longest is not None:
         print(
@@ -167,8 +183,8 @@ def _longest(of: Estimator, arguments: list[str], begin: int, ranks: int) -> Est
     return longest or beyond
 
 
-def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Estimate:
-    """Print the job as it is written and the fastest choices; write the best one if a path is given.
+def _suggest(estimator: Estimator, arguments: list[str], ranks: int, path: str) -> Estimate:
+    """Print the estimates of the job and of the fastest choices. If `path` is not empty, write the best choice to it.
 
     Returns:
         The estimate of the best choice.
@@ -176,22 +192,22 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
     Raises:
         ConfigError: No choice fits.
     """
-    given = of(arguments)
-    print(_row(given, "as given" if given.fits else "as given, which does not fit"))
-    found = suggestions(of, arguments, ranks, _HOST_OF_A_GPU, _show_progress)
-    if not found:
+    current = estimator(arguments)
+    print(_row(current, "as given" if current.fits else "as given, which does not fit"))
+    choices = suggestions(estimator, arguments, ranks, _HOST_OF_A_GPU, _show_progress)
+    if not choices:
         raise ConfigError(
             f"nothing that was tried fits on {ranks} GPUs; use more of them, or a shorter training.seq_len"
         )
-    for choice in found[:8]:
+    for choice in choices[:8]:
         print(
-            _row(choice.estimate, " ".join(choice.words(given.job.user_config)) or "as given")
+            _row(choice.estimate, " ".join(choice.words(current.job.user_config)) or "as given")
         )
-    best = found[0].estimate
-    if best.job.sequences_per_step != given.job.sequences_per_step:
+    best = choices[0].estimate
+    if best.job.sequences_per_step != current.job.sequences_per_step:
         print(
             f"\nthe first has {best.job.sequences_per_step:,} sequences a step, and the given job "
-            f"{given.job.sequences_per_step:,}: set the learning rate for it, or training.global_batch_size"
+            f"{current.job.sequences_per_step:,}: set the learning rate for it, or training.global_batch_size"
         )
     if path:
         Path(path).write_text(to_toml(best.job.user_config), encoding="utf-8")
@@ -199,14 +215,14 @@ def _suggest(of: Estimator, arguments: list[str], ranks: int, path: str) -> Esti
     return best
 
 
-def _row(found: Estimate, settings: str) -> str:
-    speed = f"{found.tokens_per_second:9,.0f} tok/s"
-    memory = f"{size_words(found.total):>9}"
-    return f"{speed}  {memory}  {settings}\n{'':17}{found.time.bottleneck}"
+def _row(estimated: Estimate, settings: str) -> str:
+    speed = f"{estimated.tokens_per_second:9,.0f} tok/s"
+    memory = f"{size_words(estimated.total):>9}"
+    return f"{speed}  {memory}  {settings}\n{'':17}{estimated.time.bottleneck}"
 
 
 def _show_progress(count: int, best: float) -> None:
-    """Print on stderr how many jobs were traced: each job on a terminal, else every tenth."""
+    """Print on stderr how many settings were traced: after each one on a terminal, otherwise after every tenth."""
     text = f"{count} settings traced; the best has {best:,.0f} tokens a second and rank"
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
@@ -215,7 +231,7 @@ def _show_progress(count: int, best: float) -> None:
 
 
 def draw(profile: Profile, path: Path) -> None:
-    """Draw the memory that is alive over the step, by purpose.
+    """Draw the allocated memory over the step, by purpose.
 
     Args:
         profile: The memory over the step.

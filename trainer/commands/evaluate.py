@@ -10,18 +10,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from trainer.commands.evaluation_defaults import lengths_of, set_defaults
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
-from trainer.commands.options import Parser, given_as, number
+from trainer.commands.options import COUNT, Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
 from trainer.commands.start import CPU_RANKS
 from trainer.config.errors import ConfigError
-from trainer.config.schema import Job
+from trainer.config.schema import JobConfig
 from trainer.data.evaluation import long_documents, needle_prompts
 from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.token_files.catalog import check_data, documents_in_order
@@ -46,7 +47,6 @@ _KEYS = (
     "training.mixed_precision_param",
     "training.loss_chunk_tokens",
 )
-_LONGEST, _SHORTEST_NEEDLE, _FIRST_BUCKET = 8192, 256, 1024
 _DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
 
 
@@ -58,7 +58,6 @@ def parser() -> Parser:
         usage="lct evaluate FOLDER [options] [--table.key value ...]",
     )
     add = described.add_argument
-    some = number(int, 1)
     add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
     add(
         "--tasks",
@@ -67,18 +66,10 @@ def parser() -> Parser:
         default=TASKS,
         help="what to measure (default: both)",
     )
-    _document_options(add)
-    add(
-        "--buckets",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="where a bucket of positions ends (default: they double)",
-    )
-    _needle_options(add)
+    _data_options(add)
     add(
         "--batch-size",
-        type=some,
+        type=COUNT,
         default=1,
         metavar="N",
         help="sequences of a forward on each rank (default: 1)",
@@ -92,23 +83,23 @@ def parser() -> Parser:
     model_options(described, seed="of the needle prompts")
     add(
         "--ngpu",
-        type=some,
+        type=COUNT,
         metavar="N",
         help=f"ranks (default: one a GPU, or {CPU_RANKS} on CPUs)",
     )
     return described
 
 
-def _document_options(add: Callable[..., object]) -> None:
+def _data_options(add: Callable[..., object]) -> None:
     add(
         "--seq-len",
-        type=number(int, 1),
+        type=COUNT,
         metavar="N",
         help="tokens of a sequence (default: as in training, at most 8,192)",
     )
     add(
         "--sequences",
-        type=number(int, 1),
+        type=COUNT,
         default=16,
         metavar="N",
         help="documents whose first tokens are used (default: 16)",
@@ -119,28 +110,31 @@ def _document_options(add: Callable[..., object]) -> None:
         help="kind of the documents (default: the run's validation data, or its own)",
     )
     add("--dataset-path", metavar="PATH", help="file, folder or glob of the documents")
-
-
-def _needle_options(add: Callable[..., object]) -> None:
+    add(
+        "--buckets",
+        nargs="+",
+        type=int,
+        metavar="N",
+        help="where a bucket of positions ends (default: they double)",
+    )
     add(
         "--lengths",
         nargs="+",
-        type=number(int, 1),
+        type=COUNT,
         metavar="N",
         help="of needle prompts (default: --seq-len, its half, quarter)",
     )
-    text = "of needles in percent (default: 0 25 50 75 100)"
     add(
         "--depths",
         nargs="+",
         type=number(float, 0, 100),
         default=_DEPTHS,
         metavar="D",
-        help=text,
+        help="of needles in percent (default: 0 25 50 75 100)",
     )
     add(
         "--samples",
-        type=number(int, 1),
+        type=COUNT,
         default=4,
         metavar="N",
         help="needle prompts of each length and depth (default: 4)",
@@ -148,53 +142,58 @@ def _needle_options(add: Callable[..., object]) -> None:
 
 
 def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
-    """Return the options with all defaults, and the job of all ranks, which is for the longest sequences.
+    """Check the command line, and return the options with all defaults and the job of all ranks.
 
-    Beside the options of the command line: edges, of the buckets of positions, from 0 to `seq_len`; trained_for, tokens
-    of the sequences that the model was trained with, or is made for.
+    The job has the longest sequence length that the options name.
+
+    Args:
+        argv: The words of the command line, without the command.
+
+    Returns:
+        The options and the job. The options have two further entries: `edges`, the edges of the buckets of positions,
+        from 0 to `seq_len`; and `trained_for`, the sequence length of the training or of the model's configuration.
+
+    Raises:
+        ConfigError: An option or a setting is wrong.
     """
-    wanted, settings = parser().parse_known_args(argv)
+    args, settings = parser().parse_known_args(argv)
     _check_settings(settings)
-    settings += ["--allow-imports"] * wanted.allow_imports
+    settings += ["--allow-imports"] * args.allow_imports
     config, data = text_configuration(
-        wanted.folder,
-        wanted.step,
+        args.folder,
+        args.step,
         command="lct evaluate",
-        tokenizer=wanted.tokenizer,
+        tokenizer=args.tokenizer,
         settings=settings,
     )
     _check_no_pipeline(config.parallelism.pipeline_parallel_degree)
-    _set_defaults(wanted, config.training.seq_len, data)
-    check_creatable(wanted.output, "--output")
+    set_defaults(args, config.training.seq_len, data)
+    check_creatable(args.output, "--output")
     machine = this_machine()
-    lengths = lengths_of(wanted)
-    here = wanted.ngpu or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
-    shape = {
-        "seq_len": max(lengths),
-        "local_batch_size": wanted.batch_size,
-        "data_streams": None,
-    }
-    own = replace(config.job, dump_folder=str(wanted.output))
+    lengths = lengths_of(args)
+    here = args.ngpu or (machine.gpus if config.job.device != "cpu" else 0) or CPU_RANKS
+    shape = {"seq_len": max(lengths), "local_batch_size": args.batch_size, "data_streams": None}
+    own = replace(config.job, dump_folder=str(args.output))
     config = replace(config, job=own, training=replace(config.training, **shape))
     with given_as(seq_len="--seq-len or --lengths"):
         job = resolve(
             config, all_ranks(here), machine.device_type(config.job.device), node=here
         )
-        # by which LongRoPE chooses its factors
-        made_for = max(job.model.max_seq_len, wanted.trained_for)
+        # LongRoPE chooses its factors by this length.
+        made_for = max(job.model.max_seq_len, args.trained_for)
         job = replace(job, model=replace(job.model, max_seq_len=made_for))
         for length in lengths:
             check_batch(
                 replace(config, training=replace(config.training, seq_len=length)), job.degrees
             )
-    if "positions" in wanted.tasks:
+    if "positions" in args.tasks:
         with given_as(dataset="--dataset", dataset_path="--dataset-path"):
-            check_data(
-                DataSettings.of(
-                    wanted.dataset, wanted.dataset_path, config.model, config.training
-                )
-            )
-    return wanted, job
+            check_data(_documents(args, config))
+    return args, job
+
+
+def _documents(args: argparse.Namespace, config: JobConfig) -> DataSettings:
+    return DataSettings.of(args.dataset, args.dataset_path, config.model, config.training)
 
 
 def _check_no_pipeline(degree: int) -> None:
@@ -213,109 +212,96 @@ def _check_settings(settings: list[str]) -> None:
             name.partition(".")[0] in _TABLES or name.replace("-", "_") in _KEYS
         ):
             raise ConfigError(
-                f"{token} is no setting of lct evaluate; it takes those of [{'], ['.join(_TABLES)}], and "
+                f"{token} is no setting of lct evaluate; it takes the settings of [{'], ['.join(_TABLES)}], and "
                 f"{', '.join(_KEYS)}"
             )
 
 
-def _set_defaults(
-    wanted: argparse.Namespace, trained_for: int, data: tuple[str, str | None]
-) -> None:
-    """Set the options that were not given, by those that were. data: kind and path of the run's own."""
-    wanted.trained_for = trained_for
-    wanted.seq_len = wanted.seq_len or min(trained_for, _LONGEST)
-    wanted.edges = edges_of(wanted.seq_len, wanted.buckets)
-    if wanted.dataset is None and wanted.dataset_path is None:
-        wanted.dataset_path = data[1]
-    wanted.dataset = wanted.dataset or data[0]
-    by_default = [
-        n
-        for n in (wanted.seq_len // 4, wanted.seq_len // 2, wanted.seq_len)
-        if n >= _SHORTEST_NEEDLE
-    ]
-    wanted.lengths = sorted(set(wanted.lengths or by_default or [wanted.seq_len]))
-    wanted.depths = sorted(set(wanted.depths))
-    # Not in the folder that is measured, which may be somebody else's.
-    wanted.output = wanted.output or Path(
-        Job().dump_folder, "evaluation", wanted.folder.resolve().name
-    )
-
-
-def lengths_of(wanted: argparse.Namespace) -> list[int]:
-    """Return every length of a sequence."""
-    lengths = {"positions": [wanted.seq_len], "needle": wanted.lengths}
-    return [length for task in wanted.tasks for length in lengths[task]]
-
-
-def edges_of(seq_len: int, given: list[int] | None) -> tuple[int, ...]:
-    """Return the edges of the buckets of positions, from 0 to `seq_len`: given ones, or 0, n, 2n, 4n ..."""
-    if given is not None:
-        edges = [0, *given, *([seq_len] if given[-1] != seq_len else [])]
-        if any(a >= b for a, b in pairwise(edges)):
-            raise ConfigError(
-                f"--buckets {' '.join(map(str, given))} must rise from 1 or more to {seq_len} or less"
-            )
-        return tuple(edges)
-    edge = _FIRST_BUCKET if seq_len >= 8 * _FIRST_BUCKET else max(seq_len // 8, 1)
-    edges = [0]
-    while edge < seq_len:
-        edges.append(edge)
-        edge *= 2
-    return *edges, seq_len
-
-
 def positions(
-    wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob
+    args: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob
 ) -> list[Row]:
-    """Return the loss by position. A collective over all ranks."""
+    """Measure the loss by position. A collective over all ranks.
+
+    Args:
+        args: The options of the command line, with defaults.
+        evaluation: Runs the model.
+        job: The resolved job.
+
+    Returns:
+        A row for each bucket of positions.
+
+    Raises:
+        SharedConfigError: On every rank, if the documents of one rank cannot be read.
+    """
     from trainer.runtime.agreement import raise_on_all_ranks
 
-    settings = DataSettings.of(
-        wanted.dataset, wanted.dataset_path, job.config.model, job.config.training
+    texts = long_documents(
+        documents_in_order(_documents(args, job.config)), args.seq_len, args.sequences
     )
-    found = long_documents(documents_in_order(settings), wanted.seq_len, wanted.sequences)
     return evaluation.by_position(
-        raise_on_all_ranks(lambda: list(found), evaluation.dims["world"]), wanted.edges
+        raise_on_all_ranks(lambda: list(texts), evaluation.dims["world"]), args.edges
     )
 
 
-def needle(wanted: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
-    """Return the answers by length and depth; log_probability: mean of a token of them. A collective over all ranks."""
+def needle(args: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
+    """Measure answers to needle prompts. A collective over all ranks.
+
+    Args:
+        args: The options of the command line, with defaults.
+        evaluation: Runs the model.
+        job: The resolved job.
+
+    Returns:
+        A row for each length and depth. `accuracy` is the share of right answers; `log_probability` is the mean
+        log-probability of an answer's token.
+
+    Raises:
+        SharedConfigError: On every rank, if the prompts of one rank cannot be made.
+    """
     from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)
     cells = []
-    for length in wanted.lengths:
-        make = partial(
-            needle_prompts, tokenizer, length, wanted.depths, wanted.samples, wanted.seed
-        )
+    for length in args.lengths:
+        make = partial(needle_prompts, tokenizer, length, args.depths, args.samples, args.seed)
         prompts = raise_on_all_ranks(make, evaluation.dims["world"])
-        found = evaluation.needles(prompts)
-        for depth in wanted.depths:
-            of = [
+        answers = evaluation.needles(prompts)
+        for depth in args.depths:
+            cell_answers = [
                 answer
-                for prompt, answer in zip(prompts, found, strict=True)
+                for prompt, answer in zip(prompts, answers, strict=True)
                 if prompt.depth == depth
             ]
             shares = {
-                "accuracy": fmean(x.correct for x in of),
-                "log_probability": fmean(x.log_probability for x in of),
+                "accuracy": fmean(x.correct for x in cell_answers),
+                "log_probability": fmean(x.log_probability for x in cell_answers),
             }
-            cells.append({"length": length, "depth": depth, "prompts": len(of), **shares})
+            cells.append(
+                {"length": length, "depth": depth, "prompts": len(cell_answers), **shares}
+            )
     return cells
 
 
 def evaluate(
-    wanted: argparse.Namespace, job: ResolvedJob, device: "torch.device"
+    args: argparse.Namespace, job: ResolvedJob, device: "torch.device"
 ) -> dict[str, Any]:
-    """Return the settings, and the rows of what was asked for. A collective over all ranks; see `loaded_model`."""
+    """Load the model and run the tasks. A collective over all ranks; see `loaded_model`.
+
+    Args:
+        args: The options of the command line, with defaults.
+        job: The resolved job.
+        device: The device of this rank.
+
+    Returns:
+        The settings, under "settings", and the rows of each task, under the name of the task.
+    """
     from trainer.tasks.evaluation import Evaluation
     from trainer.tasks.language import LanguageTask
 
     model, dims = loaded_model(job, device)
-    evaluation = Evaluation(LanguageTask(job, dims), dims, model, rows=wanted.batch_size)
+    evaluation = Evaluation(LanguageTask(job, dims), dims, model, rows=args.batch_size)
     settings = {
-        name: getattr(wanted, name)
+        name: getattr(args, name)
         for name in ("seq_len", "dataset", "dataset_path", "sequences", "seed")
     }
     settings |= {
@@ -325,56 +311,80 @@ def evaluate(
     }
     if job.config.lora.rank:
         settings["adapters"] = str(checkpoint_folder(job.config).step(step_to_load(job.config)))
-    found = {"settings": settings}
+    results = {"settings": settings}
     for name, measure in (("positions", positions), ("needle", needle)):
-        if name in wanted.tasks:
-            found[name] = measure(wanted, evaluation, job)
-    return found
+        if name in args.tasks:
+            results[name] = measure(args, evaluation, job)
+    return results
 
 
-def tables(found: Mapping[str, Any]) -> str:
-    """Return the tables that are printed."""
+def tables(results: Mapping[str, Any]) -> str:
+    """Return the results as tables for a terminal.
+
+    Args:
+        results: The results of `evaluate`.
+    """
     lines = []
-    if "positions" in found:
+    if "positions" in results:
         lines += ["positions                  tokens       loss  perplexity"]
-    for row in found.get("positions", ()):
+    for row in results.get("positions", ()):
         place = f"{row['first']:,} to {row['last'] - 1:,}"
         perplexity = math.inf if row["perplexity"] is None else row["perplexity"]
         lines.append(f"{place:22}{row['tokens']:11,}{row['loss']:11.4f}{perplexity:12.2f}")
-    if "needle" in found:
+    if "needle" in results:
         lines += [""] * bool(lines) + [
             "needle: share of right answers, and log-probability of a token, by depth"
         ]
-        depths = dict.fromkeys(cell["depth"] for cell in found["needle"])
+        depths = dict.fromkeys(cell["depth"] for cell in results["needle"])
         lines.append("length    " + "".join(f"{f'{depth:g} %':>16}" for depth in depths))
-    for length, row in groupby(found.get("needle", ()), itemgetter("length")):
+    for length, row in groupby(results.get("needle", ()), itemgetter("length")):
         shown = (f"{cell['accuracy']:.0%}  {cell['log_probability']:7.2f}" for cell in row)
         lines.append(f"{length:<10,}" + "".join(f"{text:>16}" for text in shown))
     return "\n".join(lines)
 
 
-def write(found: Mapping[str, Any], folder: Path) -> str:
-    """Write evaluation.json, and return its path."""
+def write(results: Mapping[str, Any], folder: Path) -> str:
+    """Write the results to evaluation.json.
+
+    Args:
+        results: The results of `evaluate`.
+        folder: The folder of the file.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     file = folder / "evaluation.json"
     with writing_to(folder, "--output"):
-        file.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+        file.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
     return str(file)
 
 
-def work(wanted: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Return the tables, and write the file on rank 0. A collective over all ranks."""
+def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
+    """Evaluate the model, and write evaluation.json on rank 0. A collective over all ranks.
+
+    Args:
+        args: The options of the command line, with defaults.
+        job: The resolved job.
+        device: The device of this rank.
+
+    Returns:
+        The tables and the path of the file on rank 0; an empty text on other ranks.
+    """
     from torch.distributed import get_rank
 
-    found = evaluate(wanted, job, device)
+    results = evaluate(args, job, device)
     if get_rank():
         return ""
-    if (longest := max(lengths_of(wanted))) > wanted.trained_for:
-        made = f"{wanted.trained_for:,} tokens"
+    if (longest := max(lengths_of(args))) > args.trained_for:
+        made = f"{args.trained_for:,} tokens"
         print(
             f"note: the model was made for {made}, and {longest:,} are asked for",
             file=sys.stderr,
         )
-    return f"{tables(found)}\n{write(found, wanted.output)}"
+    return f"{tables(results)}\n{write(results, args.output)}"
 
 
 main = partial(run, __name__)

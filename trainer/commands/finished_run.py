@@ -42,7 +42,7 @@ _KEPT = (
     "mixed_precision_param",
     "enable_cpu_offload",
 )
-# tables that whole weights need not
+# Tables that have no meaning for whole weights.
 _RESET = ("parallelism", "validation", "activation_checkpoint", "compile")
 _TEXT_COMMANDS = ("lct generate", "lct chat", "lct serve", "lct evaluate")
 
@@ -67,8 +67,11 @@ def imports_option(parser: argparse.ArgumentParser) -> None:
     Args:
         parser: The parser of the command.
     """
-    text = "import the packages that the run names (job.imports); their code runs"
-    parser.add_argument("--allow-imports", action="store_true", help=text)
+    parser.add_argument(
+        "--allow-imports",
+        action="store_true",
+        help="import the packages that the run names (job.imports); their code runs",
+    )
 
 
 def configuration(
@@ -95,11 +98,15 @@ def configuration(
         if config.training.dataset in CONVERSATIONS
         else {}
     )
-    one_row = {"local_batch_size": 1, "global_batch_size": -1}
     config = replace(
         config,
         training=replace(
-            config.training, **one_row, sequence_chunks=1, attention_mask="causal", **data
+            config.training,
+            local_batch_size=1,
+            global_batch_size=-1,
+            sequence_chunks=1,
+            attention_mask="causal",
+            **data,
         ),
         **{table: getattr(JobConfig(), table) for table in _RESET},
     )
@@ -108,70 +115,74 @@ def configuration(
 
 
 def text_configuration(
-    folder: Path,
-    step: int,
-    *,
-    command: str,
-    tokenizer: str | None,
-    settings: Sequence[str],
+    folder: Path, step: int, *, command: str, tokenizer: str | None, settings: Sequence[str]
 ) -> tuple[JobConfig, tuple[str, str | None]]:
-    """Return a configuration with the language model of a run, or of a Hugging Face folder, and its weights.
+    """Return a configuration that loads the language model of a run, or of a Hugging Face folder.
 
-    A run keeps its model, precision and parallelism, and its data need not exist: kind and path of the validation data,
-    or of the training data without them, are returned too. Weights of a Hugging Face folder keep their data type.
-    `step` -1 is the latest; `tokenizer` replaces the folder's; `settings` of the command line replace the folder's.
+    It keeps the model, precision and parallelism of a run, and the data type of a Hugging Face folder. The data of the
+    run need not exist.
+
+    Args:
+        folder: The folder of the run, or the Hugging Face folder.
+        step: The saved step; -1 for the latest.
+        command: The command, for messages.
+        tokenizer: A tokenizer that replaces the folder's own; None for the folder's own.
+        settings: Settings of the command line, which replace the folder's settings.
+
+    Returns:
+        The configuration; and kind and path of the validation data, or of the training data if validation is off.
 
     Raises:
         ConfigError: The folder is neither, lacks weights or a tokenizer, or has no such step.
     """
-    named = [] if tokenizer is None else ["--model.tokenizer_path", tokenizer]
-    there = ModelFolder(folder)
-    if there.has_config and not (folder / RUN_FILE).is_file():
-        given = _of_hugging_face(there, step, [*named, *settings])
+    if tokenizer is not None:
+        settings = ["--model.tokenizer_path", tokenizer, *settings]
+    model_folder = ModelFolder(folder)
+    if model_folder.has_config and not (folder / RUN_FILE).is_file():
+        source = _hugging_face_configuration(model_folder, step, settings)
         weights = str(folder.absolute())
     else:
-        given = _saved(
-            folder, step, command=command, task="tokens", settings=[*named, *settings]
-        )
-        weights = _saved_weights(given)
+        source = _saved(folder, step, command=command, task="tokens", settings=settings)
+        weights = _saved_weights(source)
     loads: dict[str, Any] = {"checkpoint": Checkpoint(initial_load_path=weights)}
-    if given.lora.rank:
-        saved = str(checkpoint_folder(given).path.absolute())  # wherever a command writes
-        loads = {"checkpoint": replace(given.checkpoint, folder=saved), "lora": given.lora}
-    training = given.training
+    if source.lora.rank:
+        saved = str(checkpoint_folder(source).path.absolute())
+        loads = {"checkpoint": replace(source.checkpoint, folder=saved), "lora": source.lora}
+    training = source.training
+    kept = {name: getattr(training, name) for name in _KEPT}
     data = training.dataset, training.dataset_path
-    if given.validation.enable:
-        data = given.validation.source(training)
+    if source.validation.enable:
+        data = source.validation.source(training)
     return JobConfig(
-        # not beside the weights
-        job=Job(dump_folder=tempfile.gettempdir(), device=given.job.device),
-        model=given.model,
-        chat=given.chat,
-        training=Training(
-            local_batch_size=1, **{name: getattr(training, name) for name in _KEPT}
-        ),
-        parallelism=given.parallelism,
-        float8=given.float8,
-        comm=given.comm,
+        # Output must not go to the folder of the weights.
+        job=Job(dump_folder=tempfile.gettempdir(), device=source.job.device),
+        model=source.model,
+        chat=source.chat,
+        training=Training(local_batch_size=1, **kept),
+        parallelism=source.parallelism,
+        float8=source.float8,
+        comm=source.comm,
         **loads,
     ), data
 
 
-def _of_hugging_face(there: ModelFolder, step: int, settings: Sequence[str]) -> JobConfig:
-    """Return the configuration of a Hugging Face folder; raise a ConfigError if there is no tokenizer."""
-    given = parse_command_line([*_hf_settings(there, step), *settings]).config
-    if given.model.tokenizer_path is None and not there.has_tokenizer:
+def _hugging_face_configuration(
+    model_folder: ModelFolder, step: int, settings: Sequence[str]
+) -> JobConfig:
+    """Return the configuration of a Hugging Face folder; raise a ConfigError if it has no tokenizer."""
+    config = parse_command_line([*_hf_settings(model_folder, step), *settings]).config
+    if config.model.tokenizer_path is None and not model_folder.has_tokenizer:
         files = ", ".join(TOKENIZER_FILES)
         raise ConfigError(
-            f"{there.path} holds no tokenizer ({files}); name the model's own with --tokenizer"
+            f"{model_folder.path} holds no tokenizer ({files}); name the model's own with --tokenizer"
         )
-    return given
+    return config
 
 
 def _saved(
     folder: Path, step: int, *, command: str, task: str, settings: Sequence[str]
 ) -> JobConfig:
-    """Return the saved configuration of a run, with settings of the command line over it, to load a step."""
+    """Return the saved configuration of a run, changed by `settings` of the command line, to load a step."""
     file = folder / RUN_FILE
     if not file.is_file():
         also = f", or a Hugging Face folder with its {CONFIG_FILE}" * (
@@ -182,22 +193,22 @@ def _saved(
         )
     config = step_configuration(file, step, settings)
     if config.task != task:
-        found = TASKS[config.task]
+        task_record = TASKS[config.task]
         other = TASKS[config.task].command.format(folder)
         raise ConfigError(
-            f"the run in {folder} learned from {found.data}, and `{command}` is not for {found.data}; use `{other}`"
+            f"the run in {folder} learned from {task_record.data}, and `{command}` is not for {task_record.data}; use `{other}`"
         )
     return config
 
 
 def step_configuration(file: Path, step: int, settings: Sequence[str] = ()) -> JobConfig:
-    """Return the configuration with which a step was saved, to load this step from its present folder.
+    """Return the configuration with which a step was saved, changed to load this step from its present folder.
 
     Args:
-        file: The configuration of the folder's last run, which says where checkpoints are. It replaces the missing
-            configuration of a step.
+        file: The configuration of the folder's last run, which names the folder of checkpoints. It stands in for the
+            missing configuration of a step.
         step: The saved step; -1 for the latest.
-        settings: Settings of the command line, over the settings of the step.
+        settings: Settings of the command line, which replace settings of the step.
 
     Raises:
         ConfigError: There is no such step, or it is damaged.
@@ -214,12 +225,14 @@ def step_configuration(file: Path, step: int, settings: Sequence[str] = ()) -> J
     place = folder_of_checkpoints(file)
     last = to_load(JobConfig(), place)
     with file_of_step(checkpoint_folder(last), step_to_load(last), file) as own:
-        found = parse_command_line(["--job.config_file", str(own), *settings], reading=True)
-    return to_load(found.config, place)
+        command_line = parse_command_line(
+            ["--job.config_file", str(own), *settings], reading=True
+        )
+    return to_load(command_line.config, place)
 
 
 def folder_of_checkpoints(file: Path) -> str:
-    """Return `checkpoint.folder` of a run's configuration, without using anything else of it.
+    """Return `checkpoint.folder` of a run's configuration. No other key is read or checked.
 
     Args:
         file: The file of the configuration.
@@ -241,7 +254,7 @@ def folder_of_checkpoints(file: Path) -> str:
 
 @contextmanager
 def file_of_step(folder: Store, step: int | None, last: Path) -> Iterator[Path]:
-    """Yield a file with the configuration of a saved step.
+    """Yield a file with the configuration of a saved step. It may not exist after this context.
 
     Args:
         folder: The checkpoints.
@@ -259,23 +272,23 @@ def file_of_step(folder: Store, step: int | None, last: Path) -> Iterator[Path]:
 
 
 def _saved_weights(config: JobConfig) -> str:
-    """Return the saved step of a run; raise a ConfigError if it has saved none.
+    """Return the path of the saved step of a run; raise a ConfigError if the run has saved no step.
 
-    A run that was killed early, or had no `checkpoint.enable`, has saved none. The weights that it started from are not
-    its own.
+    A run that was killed early, or had no `checkpoint.enable`, has saved no step. The weights that such a run started
+    from do not stand in for its own.
     """
     step = step_to_load(config)
     if step is not None:
         return str(checkpoint_folder(config).step(step))
     start = config.checkpoint.initial_load_path
-    there = "" if start is None else f"; the weights that it started from are in {start}"
+    origin = "" if start is None else f"; the weights that it started from are in {start}"
     raise ConfigError(
-        f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step{there}"
+        f"{checkpoint_folder(config)} holds no checkpoint; train with --checkpoint.enable to save the last step{origin}"
     )
 
 
 def weights_of(config: JobConfig) -> str:
-    """Return in words which weights `open_weights` reads.
+    """Return the name of the weights that `open_weights` reads, for messages.
 
     Args:
         config: The configuration of the run.
@@ -290,7 +303,7 @@ def weights_of(config: JobConfig) -> str:
 
 
 def _hf_settings(folder: ModelFolder, step: int) -> list[str]:
-    """Return the settings of a Hugging Face folder's model, for its longest sequences."""
+    """Return settings for the model of a Hugging Face folder, with its longest sequence length."""
     if step != -1:
         raise ConfigError(
             f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave "
@@ -305,10 +318,10 @@ def _hf_settings(folder: ModelFolder, step: int) -> list[str]:
 
 
 def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, ParallelDims]":
-    """Return this rank's part of the model, parallelised, with its weights. A collective over all ranks.
+    """Build this rank's part of the parallelized model, and load its weights. A collective over all ranks.
 
-    The weights are from the run's checkpoint, or with `checkpoint.enable` off from `checkpoint.initial_load_path`.
-    Rank 0 reports on stderr which they are.
+    The weights come from the run's checkpoint. If `checkpoint.enable` is off, they come from
+    `checkpoint.initial_load_path`. Rank 0 prints their name on stderr.
 
     Args:
         job: The resolved job.
@@ -338,7 +351,7 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
         and start is not None
         and ModelFolder(Path(start)).has_config
     ):
-        model.by_length = True  # as transformers does it with the same folder
+        model.by_length = True  # as transformers does for the same folder
     spec.parallelize(model, dims, job)
     initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
     once = partial(read_once, over=dims["world"])

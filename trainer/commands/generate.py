@@ -1,7 +1,7 @@
 """Continue texts with the weights of a run, or of a Hugging Face folder, on one device or several.
 
-With --ngpu N tensor-parallel ranks divide the model, each with the keys and values of its own heads. With
---context-parallel M of them divide the tokens of a long prompt instead. All ranks draw the same tokens.
+With --ngpu N, N tensor-parallel ranks divide the model; each rank keeps the keys and values of its own heads. With
+--context-parallel M, M of the ranks divide the tokens of a long prompt instead. All ranks draw the same tokens.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
-from trainer.commands.options import Parser, given_as, number
+from trainer.commands.options import COUNT, Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
 from trainer.commands.sampling_defaults import set_sampling
 from trainer.commands.talk import Talk, check_length, ends_of, talk_options, text_tokens
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
 
 
 def model_parser(command: str, text: str, *, tokens: int = 1024) -> Parser:
-    """Return the parser of the options of all commands that write with a model.
+    """Return a parser with the options of all commands that generate text.
 
     Args:
         command: The name of the command.
-        text: Its description.
-        tokens: Default number of tokens to write.
+        text: The description of the command.
+        tokens: Default number of tokens to generate.
     """
     described = Parser(command, text)
     add = described.add_argument
     add("folder", type=Path, help="job.dump_folder of the run, or a Hugging Face folder")
     add(
         "--tokens",
-        type=number(int, 1),
+        type=COUNT,
         default=tokens,
         help=f"most tokens to write (default: {tokens})",
     )
@@ -54,9 +54,9 @@ def model_parser(command: str, text: str, *, tokens: int = 1024) -> Parser:
     add("--top-p", type=number(float, above=0, most=1), help=text)
     model_options(described, seed="of the drawn tokens")
     text = "ranks that divide the model, a GPU each (default: 1)"
-    add("--ngpu", type=number(int, 1), default=1, metavar="N", help=text)
+    add("--ngpu", type=COUNT, default=1, metavar="N", help=text)
     text = "how many of the ranks divide each prompt, the others the model (default: 1)"
-    add("--context-parallel", type=number(int, 1), default=1, metavar="M", help=text)
+    add("--context-parallel", type=COUNT, default=1, metavar="M", help=text)
     return described
 
 
@@ -80,10 +80,13 @@ def parser() -> Parser:
 
 
 def prompts_of(args: argparse.Namespace) -> list[str]:
-    """Return the prompts of the command line and of the file.
+    """Return the prompts of --prompt, then the lines of the file of --prompts; one empty prompt without both.
 
     Args:
         args: The options of the command line.
+
+    Raises:
+        ConfigError: The file cannot be read, or is empty.
     """
     prompts = list(args.prompt or ())
     if args.prompts is not None:
@@ -108,6 +111,9 @@ def to_write(
         args: The options of the command line.
         config: The configuration of the run.
         tokenizer: The tokenizer.
+
+    Raises:
+        ConfigError: A prompt has no token, or is too long for the model.
     """
     prompts = prompts_of(args)
     if args.chat:
@@ -135,10 +141,10 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
         argv: The words of the command line, without the command.
     """
     args = parser().parse_args(argv)
-    for name, given in (("--tools", args.tools), ("--argument", " ".join(args.argument))):
-        if given and not args.chat:
+    for name, value in (("--tools", args.tools), ("--argument", " ".join(args.argument))):
+        if value and not args.chat:
             raise ConfigError(
-                f"{name} {given} is for a chat template, which --chat uses; add --chat"
+                f"{name} {value} is for a chat template, which --chat uses; add --chat"
             )
     job = job_of(args, command="lct generate")
     if args.chat:
@@ -147,11 +153,14 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 
 def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
-    """Return the job of all ranks that write with the model of a folder.
+    """Return the job of all ranks for a command that generates text with the model of a folder.
 
     Args:
-        args: The options of the command line.
+        args: The options of the command line. Missing options of sampling are set by the model's folder.
         command: The command, for messages.
+
+    Raises:
+        ConfigError: An option is wrong, or the ranks cannot divide the model.
     """
     ranks = all_ranks(args.ngpu)
     cp = args.context_parallel
@@ -174,7 +183,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
             tensor_parallel_degree=ranks // cp,
             fsdp_reshard_after_forward="never",
         ),
-        comm=replace(config.comm, trace_buf_size=0),  # nothing is written
+        comm=replace(config.comm, trace_buf_size=0),  # no flight records
         chat=replace(config.chat, arguments=(*config.chat.arguments, *args.argument)),
     )
     name = "--ngpu" if cp == 1 else "--ngpu over --context-parallel"
@@ -185,7 +194,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Return each prompt and the text that the model writes after it. A collective over all ranks.
+    """Return each prompt with its continuation by the model. A collective over all ranks.
 
     Args:
         args: The options of the command line.
@@ -211,7 +220,10 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
     how = Writing(args.tokens, sampling, args.seed, ends)
     written = generate(model, job, dims, prompts, how)
-    texts = (text + tokenizer.decode(more) for text, more in zip(shown, written, strict=True))
+    texts = (
+        text + tokenizer.decode(continuation)
+        for text, continuation in zip(shown, written, strict=True)
+    )
     return for_terminal("\n\n".join(texts))
 
 

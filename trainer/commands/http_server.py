@@ -1,7 +1,7 @@
-"""The HTTP server of `lct serve`: which requests it takes, and how it sends their answers. It runs in its own thread.
+"""The HTTP server of `lct serve`: it checks requests, queues them, and sends their answers. It runs in its own thread.
 
-A request is bounded before it is read: the size and the time of its headers and of its body, and the number of
-connections. A client that leaves ends its answer.
+The server limits size and time of the headers and the body of a request while it reads them, and the number of
+connections. If a client disconnects, its answer ends.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _HEADER_BYTES = 64 * 1024
 _SECONDS = 30.0
 """How long a client may take to send headers, and to send a body."""
 _BYTES_PER_TOKEN = 64  # of JSON: text with escapes has 4 to 30
-_BYTES_BESIDE = 2**20  # of tools, names of roles and settings
+_FURTHER_BYTES = 2**20  # for tools, names of roles and settings
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Part = Piece | Ended | AnswerError
@@ -47,7 +47,13 @@ Part = Piece | Ended | AnswerError
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that waits for its answer. send: takes the parts of the answer; gone: the client has left."""
+    """A request that waits for its answer.
+
+    Attributes:
+        request: The request.
+        send: Takes the parts of the answer.
+        gone: Set when the client has left.
+    """
 
     request: Request
     send: Callable[[Part], object]
@@ -64,25 +70,31 @@ class _Refused(Exception):
 
 @dataclass
 class Server:
-    """The server of rank 0: it queues requests, and sends the parts of their answers."""
+    """The server of rank 0: it queues requests, and sends the parts of their answers.
+
+    Attributes:
+        args: The options of the command line.
+        longest: Largest number of tokens of prompt and answer together.
+        tokenizer: The tokenizer.
+        talk: The chat template, or the error that says why the model has none.
+        current: The request that `next` returned last.
+    """
 
     args: argparse.Namespace
     longest: int
-    """Most tokens of prompt and answer."""
     tokenizer: Tokenizer
     talk: Talk | ConfigError
-    """The chat template, or the error if the model has none."""
 
     def __post_init__(self) -> None:
         args = self.args
-        self._most_bytes = _BYTES_BESIDE + _BYTES_PER_TOKEN * self.longest
+        self._most_bytes = _FURTHER_BYTES + _BYTES_PER_TOKEN * self.longest
         self._name = args.folder.resolve().name
         self._requests: queue.Queue[Waiting] = queue.Queue()
         self._usual = Request(
             [], args.tokens, args.temperature, args.top_k, args.top_p, args.seed, []
         )
         self._number = 0
-        # a tokenizer is told whether names of special tokens are text
+        # One thread at a time: encoding changes whether the tokenizer reads names of special tokens as text.
         self._reading = threading.Lock()
 
     def start(self) -> None:
@@ -116,7 +128,7 @@ class Server:
         print(f"{self._name} answers at http://{host}:{port}/v1; Ctrl-C ends", flush=True)
 
     def next(self) -> bytes:
-        """Return the next request of a present client, after waiting for it. `current` is then this request."""
+        """Return the next request of a connected client as JSON, and keep it as `current`. Wait for it if necessary."""
         while True:
             with suppress(queue.Empty):
                 self.current = self._requests.get(timeout=0.5)  # so that a signal ends the wait
@@ -133,10 +145,8 @@ class Server:
 
         async def wrong_path(_: "HTTPRequest", error: Exception) -> "Response":
             status = error.status_code if isinstance(error, HTTPException) else 500
-            return JSONResponse(
-                error_object("there is no such path or method; /v1/models is one"),
-                status_code=status,
-            )
+            content = error_object("there is no such path or method; /v1/models is one")
+            return JSONResponse(content, status_code=status)
 
         paths = {"/v1/chat/completions": True, "/v1/completions": False}
         routes = [
@@ -188,24 +198,21 @@ class Server:
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
         except _Refused as error:
-            closed = {"Connection": "close"}  # what has not been read is not read
-            return JSONResponse(
-                error_object(str(error)), status_code=error.status, headers=closed
-            )
+            closed = {"Connection": "close"}  # the server does not read the remaining body
+            content = error_object(str(error))
+            return JSONResponse(content, status_code=error.status, headers=closed)
         except ConfigError as error:
             return JSONResponse(error_object(str(error)), status_code=400)
         return await self._send(request, body, asked, chat=chat)
 
     async def _content(self, request: "HTTPRequest") -> bytes:
-        """Return the body of a request of JSON, which is not read beyond its limits."""
+        """Read the body of a JSON request. Refuse the request when its size or time exceeds the limit."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise _Refused(415, f"Content-Type = {kind[:60]!r} must be application/json")
         length = request.headers.get("content-length", "")
-        too_long = _Refused(
-            413,
-            f"the request is longer than the {self._most_bytes:,} bytes that the model's window takes",
-        )
+        rule = f"the request is longer than the {self._most_bytes:,} bytes that the model's window takes"
+        too_long = _Refused(413, rule)
         if length.isdigit() and int(length) > self._most_bytes:
             raise too_long
 
@@ -265,56 +272,57 @@ class Server:
             raise self.talk
         try:
             return self.talk.prompt(body.get("messages"), body)
-        except ConfigError as error:  # without paths of this machine
+        except ConfigError as error:  # clients do not see paths of this machine
             raise ConfigError(str(error).replace(f" {self.talk.template.name}", "")) from None
 
     def _text(self, body: Mapping[str, Any]) -> list[int]:
-        given = body.get("prompt")
-        if isinstance(given, list) and len(given) == 1 and not isinstance(given[0], int):
-            (given,) = given
-        if isinstance(given, str):
-            return text_tokens(self.tokenizer, given)
+        prompt = body.get("prompt")
+        if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+            (prompt,) = prompt
+        if isinstance(prompt, str):
+            return text_tokens(self.tokenizer, prompt)
         size = self.tokenizer.vocab_size
-        if not isinstance(given, list) or not all(type(token) is int for token in given):
+        if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise ConfigError("prompt must be one text, or the numbers of its tokens")
-        for token in given:
+        for token in prompt:
             if not 0 <= token < size:
                 raise ConfigError(
                     f"prompt has the token {token}, and the model's tokens are 0 to {size - 1}"
                 )
-        return given
+        return prompt
 
 
 def check_origin(headers: Mapping[str, str], host: str) -> None:
-    """Refuse requests that a page in a browser on this machine sends to a server at a loopback address.
+    """Check that a request to a server at a loopback address comes from no web page of another host.
 
     Args:
         headers: The headers of the request.
         host: The address of the server.
+
+    Raises:
+        _Refused: The header Host or Origin names another host.
     """
     if host not in _LOOPBACK:
         return
     for name in ("Host", "Origin"):
-        given = headers.get(name.lower())
-        if given is None:
+        address = headers.get(name.lower())
+        if address is None:
             continue
         with suppress(ValueError):
-            if urlsplit(given if "//" in given else f"//{given}").hostname in _LOOPBACK:
+            if urlsplit(address if "//" in address else f"//{address}").hostname in _LOOPBACK:
                 continue
-        raise _Refused(
-            403,
-            f"{name} = {given[:60]!r} is not this machine, and the server answers at {host} alone",
-        )
+        reason = f"is not this machine, and the server answers at {host} alone"
+        raise _Refused(403, f"{name} = {address[:60]!r} {reason}")
 
 
 def read_body(content: bytes) -> dict[str, Any]:
-    """Return the object of a request.
+    """Return the JSON object of a request.
 
     Args:
         content: The body.
 
     Raises:
-        ConfigError: It is no object, or has text that is not Unicode.
+        ConfigError: The body is no object of JSON in UTF-8, is nested too deeply, or has half of a surrogate pair.
     """
     try:
         body = json.loads(content)
@@ -336,7 +344,7 @@ def read_body(content: bytes) -> dict[str, Any]:
 async def _leaves(
     request: "HTTPRequest", gone: threading.Event, parts: "asyncio.Queue[Part]"
 ) -> None:
-    """Wait until the client has left, and end its answer."""
+    """Wait until the client has left; then set `gone` and end its answer."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     gone.set()
@@ -346,7 +354,7 @@ async def _leaves(
 async def _all(
     parts: "asyncio.Queue[Part]", leaves: "asyncio.Task[None]"
 ) -> AsyncIterator[Piece | Ended]:
-    """Yield the parts of an answer as they come, up to its end; AnswerError if it has failed."""
+    """Yield the parts of an answer up to its end; raise an AnswerError if the answer fails."""
     try:
         while isinstance(part := await parts.get(), Piece):
             yield part
@@ -358,7 +366,7 @@ async def _all(
 
 
 def _bounded_protocol() -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, which closes connections that do not send a whole header in time."""
+    """Return uvicorn's protocol, changed to close connections that do not send a whole header in time."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Bounded(H11Protocol):

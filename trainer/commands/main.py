@@ -8,7 +8,7 @@ from trainer.config.errors import ConfigError, did_you_mean
 from trainer.runtime.console import report
 from trainer.runtime.output import outlasting_readers
 
-# command -> (what it does, an example)
+# command -> (its purpose, an example)
 COMMANDS = {
     "train": (
         "train on the GPUs of this machine, or on two CPU ranks",
@@ -60,20 +60,19 @@ COMMANDS = {
     ),
 }
 _LOGS = (["convert"], ["serve"], ["tokenize"])
-"""Commands whose output only reports on their work, from the first line on."""
+"""Commands whose whole output is a log of their work."""
 
 
 def usage() -> str:
-    """Return the list of commands."""
+    """Return the list of commands, with purpose and example of each."""
     lines = [
         f"lct {__version__}: train language models on long sequences.",
         "",
         "  lct COMMAND --help",
         "",
     ]
-    for name, (what, example) in COMMANDS.items():
-        lines.append(f"  {name:20}{what}")
-        lines.append(f"  {'':20}{example}")
+    for name, (purpose, example) in COMMANDS.items():
+        lines += [f"  {name:20}{purpose}", f"  {'':20}{example}"]
     return "\n".join(
         [
             *lines,

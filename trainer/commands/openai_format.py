@@ -12,7 +12,13 @@ _LEAST = -9999.0  # as OpenAI writes minus infinity, for which JSON has no numbe
 
 @dataclass(frozen=True)
 class Score:
-    """The log-probability of a token, None at the start of a text; and the likeliest tokens with theirs."""
+    """The log-probability of a token.
+
+    Attributes:
+        token: The token.
+        log_probability: Its log-probability; None at the start of a text.
+        likeliest: The likeliest tokens at this place, with their log-probabilities.
+    """
 
     token: int
     log_probability: float | None
@@ -21,7 +27,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer: text, and the scores of its tokens if they are requested."""
+    """A part of an answer: its text, and the scores of its tokens if the request asks for scores."""
 
     text: str
     scores: tuple[Score, ...] = ()
@@ -29,18 +35,18 @@ class Piece:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of an answer: its number of tokens, and "stop" or "length"."""
+    """The end of an answer: the number of generated tokens, and the reason of the end, "stop" or "length"."""
 
     tokens: int
     reason: str
 
 
 class AnswerError(Exception):
-    """An answer could not be written, and the request is not the cause."""
+    """The generation of an answer has failed, and not because of the request."""
 
 
 def error_object(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
-    """Return an error as clients of OpenAI's API expect it.
+    """Return an error in the form that clients of OpenAI's API expect.
 
     Args:
         message: The message.
@@ -50,7 +56,7 @@ def error_object(message: str, kind: str = "invalid_request_error") -> dict[str,
 
 
 def model_object(name: str) -> dict[str, Any]:
-    """Return the model as clients expect it in the list of models.
+    """Return the entry of a model in the list of models.
 
     Args:
         name: The name of the model.
@@ -60,9 +66,17 @@ def model_object(name: str) -> dict[str, Any]:
 
 @dataclass
 class Reply:
-    """How one request is answered: `Piece`s and an `Ended` become objects of JSON.
+    """Turns the `Piece`s and the `Ended` of one answer into JSON objects.
 
-    opening: text of the answer that its prompt has; decode: text of tokens; scored: whether scores are asked for.
+    Attributes:
+        model: The name of the model.
+        chat: Whether the request is for a chat; otherwise the model continues a text.
+        prompt_tokens: Number of tokens of the prompt.
+        opening: The beginning of the answer, if the prompt ends with it.
+        decode: Returns the text of tokens.
+        scored: Whether the request asks for scores.
+        id: The identifier of the answer.
+        created: When the answer began, in seconds since 1970.
     """
 
     model: str
@@ -76,7 +90,11 @@ class Reply:
     _offset: int = 0
 
     async def whole(self, pieces: AsyncIterator[Piece | Ended]) -> dict[str, Any]:
-        """Return the answer when it has ended."""
+        """Return the whole answer as one object.
+
+        Args:
+            pieces: The parts of the answer; the last one is `Ended`.
+        """
         *parts, ended = [piece async for piece in pieces]
         text = self.opening + "".join(part.text for part in parts)
         content = (
@@ -88,7 +106,12 @@ class Reply:
     async def events(
         self, pieces: AsyncIterator[Piece | Ended], *, with_usage: bool
     ) -> AsyncIterator[str]:
-        """Yield server-sent events: the pieces as they come, how it ended, and how many tokens there were if asked."""
+        """Yield server-sent events: one for each part, one for the reason of the end, and one for the usage.
+
+        Args:
+            pieces: The parts of the answer; the last one is `Ended`.
+            with_usage: Whether to send the numbers of tokens of prompt and answer.
+        """
         if self.chat:
             yield _event(self._chunk({"role": "assistant", "content": self.opening}))
         try:
@@ -163,13 +186,13 @@ class Reply:
         }
 
     def _by_text(self, score: Score) -> dict[str, float] | None:
-        """Return the likeliest tokens and the drawn one. Of two tokens with the same text, the likelier one counts."""
+        """Return text -> score of the likeliest tokens and the drawn one. Of equal texts, the likelier token counts."""
         if score.log_probability is None:
             return None
-        found: dict[str, float] = {}
+        scores_by_text: dict[str, float] = {}
         for token, value in (*score.likeliest, (score.token, score.log_probability)):
-            found.setdefault(self.decode([token]), _finite(value))
-        return found
+            scores_by_text.setdefault(self.decode([token]), _finite(value))
+        return scores_by_text
 
     def _chat_score(self, score: Score) -> dict[str, Any]:
         likeliest = [self._named(token, value) for token, value in score.likeliest]

@@ -1,10 +1,11 @@
 """Requests in the format of OpenAI's API (platform.openai.com/docs/api-reference). Torch-free.
 
-Each field of a request is obeyed, or has no meaning for a model on this machine (`_UNUSED`), or is refused by name.
+A field of a request is used, or has no meaning for a model on this machine (`_UNUSED`), or is refused by name.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trainer.commands.talk import check_length
@@ -41,7 +42,7 @@ _UNUSED = {
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-"""Fields for the provider's books, which change no answer."""
+"""Fields for the accounting of a provider. They change no answer."""
 _ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -60,16 +61,24 @@ _ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "echo": (False,),
 }
-"""Fields that have one meaning here: the values with this meaning."""
+"""Fields that this server supports with one meaning only: the values that have this meaning."""
 _MOST_SCORES = 20
 
 
 @dataclass(frozen=True)
 class Request:
-    """What all ranks need to know of a request. stops: texts that end the answer, which does not have them.
+    """The part of a request that all ranks need.
 
-    scores: how many likeliest tokens are told with each token, None for no log-probabilities at all; echo: the answer
-    begins with the prompt.
+    Attributes:
+        prompt: The tokens of the prompt.
+        tokens: Largest number of tokens of the answer.
+        temperature: The temperature of sampling; 0 for the likeliest token.
+        top_k: Sample among this number of likeliest tokens; 0 for all.
+        top_p: Sample among the likeliest tokens with this total probability.
+        seed: The seed of sampling.
+        stops: Texts that end the answer. The answer does not contain them.
+        scores: Number of likeliest tokens to report with each token; None for no log-probabilities.
+        echo: Whether the answer begins with the prompt.
     """
 
     prompt: list[int]
@@ -84,14 +93,14 @@ class Request:
 
 
 def check_fields(body: Mapping[str, Any], *, chat: bool) -> None:
-    """Refuse the fields of a request that are not offered. A field of null counts as missing.
+    """Check that the server supports each field of a request. A field of null counts as missing.
 
     Args:
         body: The request.
-        chat: Whether it is a request for a chat.
+        chat: Whether the request is for a chat.
 
     Raises:
-        ConfigError: A field is not offered; the message names it.
+        ConfigError: The server does not support a field; the message names it.
     """
     used = _USED | (_USED_BY_CHAT if chat else _USED_BY_TEXTS)
     for key, value in body.items():
@@ -129,63 +138,76 @@ def request_of(
     *,
     chat: bool = False,
 ) -> Request:
-    """Return the record of a request with checked fields, in which missing fields have the values of `usual`.
+    """Return the record of a request. `check_fields` must have checked its fields.
 
-    `longest`: most tokens of prompt and answer of the model.
+    Args:
+        body: The request.
+        prompt: The tokens of the prompt.
+        usual: The values of missing fields.
+        longest: Largest number of tokens of prompt and answer together.
+        chat: Whether the request is for a chat.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is wrong, or the prompt is too long.
     """
-
-    def given(
-        key: str, kind: type, default: Any, *, least: float = 0, most: float = 2**63 - 1
-    ) -> Any:
-        value = body.get(key)
-        if value is None:
-            return default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most or (kind is int and value != int(value)):
-            number = "whole number" if kind is int else "number"
-            limit = f"of at least {least}" if most > 2**62 else f"from {least} to {most}"
-            raise ConfigError(f"{key} = {_short(value)} must be a {number} {limit}")
-        return kind(value)
-
+    read_number = partial(_number, body)
     check_length(prompt, longest)
     echo = bool(body.get("echo"))
     least = 0 if echo else 1
-    most = given(
+    most = read_number(
         "max_completion_tokens",
         int,
-        given("max_tokens", int, usual.tokens, least=least),
+        read_number("max_tokens", int, usual.tokens, least=least),
         least=least,
     )
     return Request(
         prompt,
         min(most, longest - len(prompt)),
-        given("temperature", float, usual.temperature),
-        given("top_k", int, usual.top_k),
-        given("top_p", float, usual.top_p, most=1),
-        given("seed", int, usual.seed),
+        read_number("temperature", float, usual.temperature),
+        read_number("top_k", int, usual.top_k),
+        read_number("top_p", float, usual.top_p, most=1),
+        read_number("seed", int, usual.seed),
         _stops(body.get("stop")),
-        _chat_scores(body, given) if chat else given("logprobs", int, None, most=_MOST_SCORES),
+        _chat_scores(body) if chat else read_number("logprobs", int, None, most=_MOST_SCORES),
         echo,
     )
 
 
-def _stops(given: Any) -> list[str]:
-    stops = [given] if isinstance(given, str) else given or []
+def _number(
+    body: Mapping[str, Any],
+    key: str,
+    kind: type,
+    default: Any,
+    *,
+    least: float = 0,
+    most: float = 2**63 - 1,
+) -> Any:
+    """Return the number of a field, or the default if the field is missing; raise a ConfigError if it is wrong."""
+    value = body.get(key)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or (kind is int and value != int(value)):
+        number = "whole number" if kind is int else "number"
+        limit = f"of at least {least}" if most > 2**62 else f"from {least} to {most}"
+        raise ConfigError(f"{key} = {_short(value)} must be a {number} {limit}")
+    return kind(value)
+
+
+def _stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise ConfigError(f"stop = {_short(stops)} must be a text, or a list of texts")
     return stops
 
 
-def _chat_scores(body: Mapping[str, Any], given: Any) -> int | None:
+def _chat_scores(body: Mapping[str, Any]) -> int | None:
     wanted = body.get("logprobs")
     if wanted is not None and not isinstance(wanted, bool):
         raise ConfigError(
             f"logprobs = {_short(wanted)} must be true or false; top_logprobs says how many"
         )
-    scores = given("top_logprobs", int, 0, most=_MOST_SCORES)
+    scores = _number(body, "top_logprobs", int, 0, most=_MOST_SCORES)
     if scores and not wanted:
         raise ConfigError(f"top_logprobs = {scores} needs logprobs = true")
     return scores if wanted else None

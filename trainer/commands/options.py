@@ -17,20 +17,19 @@ class Parser(argparse.ArgumentParser):
 
     Args:
         command: The name of the command.
-        text: What the command does, in one line. Further lines follow the options unchanged.
+        text: The purpose of the command, in one line. Further lines stand unchanged after the options.
         **settings: Arguments of argparse.ArgumentParser.
     """
 
     def __init__(self, command: str, text: str, **settings: object) -> None:
-        """text: what the command does, in one line; lines below it stand as they are behind the options."""
-        what, _, more = text.partition("\n")
-        if more:
+        summary, _, epilog = text.partition("\n")
+        if epilog:
             settings |= {
-                "epilog": more,
+                "epilog": epilog,
                 "formatter_class": argparse.RawDescriptionHelpFormatter,
             }
         super().__init__(
-            prog=f"lct {command}", description=what, allow_abbrev=False, **settings
+            prog=f"lct {command}", description=summary, allow_abbrev=False, **settings
         )
 
     def error(self, message: str) -> NoReturn:
@@ -58,7 +57,7 @@ def number(
         kind: int or float.
         least: The smallest number.
         most: The largest number.
-        above: A number that it must exceed.
+        above: A bound that the number must exceed.
     """
     bounds = (
         (least, f"at least {least:g}"),
@@ -82,12 +81,19 @@ def number(
     return read
 
 
+COUNT = number(int, 1)
+"""The `type` of an option that takes a whole number of at least 1."""
+
+
 @contextmanager
 def given_as(**options: str) -> Iterator[None]:
-    """Yield; add to an error about a key the option of the command line.
+    """Yield; add to errors of the context which option of the command line sets a key.
 
     Args:
-        **options: The option for the last word of each key.
+        **options: The last word of each key, with its option.
+
+    Raises:
+        ConfigError: The block raised it; its message now names the option.
     """
     try:
         yield

@@ -15,15 +15,22 @@ from longshard.sharding.ranges import Ranges, union
 
 DIRECTIONS = ("forward", "backward")
 MOST_RANKS = 64
-"""Up to so many ranks are all planned and drawn; of more, some stand for all."""
+"""Largest number of ranks that are all planned and drawn. Of more ranks, a sample is planned."""
 _SAMPLES = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One attention call of one sequence, with the plan and the cost of each rank, made at first use.
+    """One attention call on one sequence, with the plan and the cost of each rank, which are made at first use.
 
-    direction: of the stages and the picture. reason: why `auto` chose the method, or empty.
+    Attributes:
+        layout: Which rank owns which tokens.
+        mask: The mask of attention.
+        mask_name: The name of the mask.
+        options: The options of context parallelism.
+        direction: The direction of the stages and of the picture, "forward" or "backward".
+        shape: The shape of attention.
+        reason: Why `auto` chose the method; empty if the command line names it.
     """
 
     layout: AxisLayout
@@ -40,7 +47,7 @@ class Case:
 
     @property
     def head_degree(self) -> int:
-        """How many ranks make a head group."""
+        """Number of ranks in a head group."""
         return self.options.head_degree(self.degree)
 
     @property
@@ -49,14 +56,14 @@ class Case:
 
     @cached_property
     def middles(self) -> list[int]:
-        """The ranks of which the mean is taken: all, or with many ranks the middles of equal parts."""
+        """The ranks to average over: all ranks, or the middles of 16 equal parts if there are more than 64."""
         if self.degree <= MOST_RANKS:
             return [*range(self.degree)]
         return [(2 * part + 1) * self.degree // (2 * _SAMPLES) for part in range(_SAMPLES)]
 
     @cached_property
     def planned(self) -> list[int]:
-        """The ranks of which the busiest is looked for: those of the mean, the first two and the last two."""
+        """The ranks that have plans: the ranks to average over, the first two and the last two."""
         return sorted({*self.middles, *range(self.degree)[:2], *range(self.degree)[-2:]})
 
     @cached_property
@@ -69,7 +76,7 @@ class Case:
 
     @cached_property
     def costs(self) -> dict[str, dict[int, Cost]]:
-        """Direction -> rank -> its cost."""
+        """Direction -> rank -> cost of the rank."""
         plans = self.plans.items()
         return {
             d: {rank: attention_cost(plan, self.shape, d) for rank, plan in plans}
@@ -78,7 +85,7 @@ class Case:
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """The visible pairs that each rank computes for its heads, without plans: (degree,) int64."""
+        """The number of visible pairs that each rank computes for its heads, (degree,) int64. It needs no plan."""
         total = np.concatenate([[0], np.cumsum(self.mask.work())])
         pairs = [
             sum(int(total[stop] - total[start]) for start, stop in ranges)
@@ -91,13 +98,13 @@ class Case:
 
         Args:
             rank: The rank.
-            direction: "forward" or "backward"; None for the shown one.
+            direction: "forward" or "backward"; None for the direction of the case.
         """
         plan = self.plans[rank]
         return plan.forward if (direction or self.direction) == "forward" else plan.backward
 
     def queries(self, rank: int) -> Ranges:
-        """Return the queries of a rank's head group, in order.
+        """Return the ranges of queries of a rank's head group, in ascending order.
 
         Args:
             rank: The rank.

@@ -1,4 +1,4 @@
-"""Draw a plan: the square of queries and keys by rank and stage, and the owners of the sequence. See plan.py."""
+"""Draw a plan: the square of queries and keys by rank and stage, and the owner of each token. See plan.py."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ _SETTINGS = {
     "font.size": 9,
     "axes.linewidth": 0.6,
 }
-# Of Okabe and Ito: the colour-blind can distinguish them, too.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish too.
 _RANKS = (
     "#e69f00",
     "#56b4e9",
@@ -35,9 +35,9 @@ _RANKS = (
 )
 _GREY = (0.8, 0.8, 0.8)
 _FEW = 16
-"""Up to so many ranks have numbers and shades of their stages; of more, a darker field has more pairs."""
+"""Largest number of ranks whose stages have numbers and shades. With more ranks, a darker field has more pairs."""
 _SIDE = 720
-"""Most tokens of the sequence that the square shows, evenly spaced."""
+"""Largest number of tokens that the square shows. They are evenly spaced over the sequence."""
 
 
 def draw(case: Case, output: Path) -> None:
@@ -48,7 +48,7 @@ def draw(case: Case, output: Path) -> None:
         output: The file; its ending chooses SVG or PNG.
     """
     with matplotlib.rc_context(_SETTINGS):
-        # No date, and no version of the program that drew it. White behind all, so that it can be read on any page.
+        # No date and no version of matplotlib. A white background can be read on any page.
         metadata = (
             {"Date": None, "Creator": None} if output.suffix == ".svg" else {"Software": None}
         )
@@ -56,7 +56,7 @@ def draw(case: Case, output: Path) -> None:
 
 
 def picture(case: Case) -> Figure:
-    """Return the figure: the square with strips of owners on the left, the ranks' numbers on the right.
+    """Return the figure: on the left the square with strips of owners, on the right the load of each rank.
 
     Args:
         case: The case.
@@ -87,10 +87,10 @@ def picture(case: Case) -> Figure:
 
 
 def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
-    """Return the place of each token, where the ranges lie one after another; -1 outside of all ranges.
+    """Return the index of each token in the concatenation of the ranges; -1 outside of all ranges.
 
     Args:
-        tokens: Tokens.
+        tokens: Tokens of the sequence, (N,).
         ranges: Ranges of tokens.
     """
     places = np.full(len(tokens), -1)
@@ -105,13 +105,13 @@ def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
 def areas_of(
     case: Case, rank: int, stage: Stage, tokens: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield for each tile of a stage its pairs (query, key) among some tokens, as indices of these.
+    """Yield the pairs (query, key) of each tile of a stage, as two arrays of indices of `tokens`.
 
     Args:
         case: The case.
         rank: The rank.
         stage: The stage.
-        tokens: The tokens.
+        tokens: Tokens of the sequence, (N,). Other queries and keys are left out.
     """
     queries = places_of(tokens, case.queries(rank))
     keys = places_of(tokens, stage.held)
@@ -135,7 +135,7 @@ def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
     tokens = (2 * np.arange(side) + 1) * seq_len // (2 * side)
     image = np.ones((side, side, 3))
     owners = np.ones((side, 3))
-    # ranks of a head group compute the same pairs, for other heads
+    # The ranks of a head group compute the same pairs for different heads.
     for r in range(0, case.degree, case.head_degree):
         for number, stage in enumerate(case.stages(r)):
             for area in areas_of(case, r, stage, tokens):

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from trainer.runtime.reports import Reports
 
 _GRACE_SECONDS = 5
-# the first one set is read
+# PyTorch reads the first of these variables that is set.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -69,19 +69,19 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if command.print_config or command.check_config:
             if rank == 0:
-                acted(command, Start(ranks_here, "0", [], of_job=world_size))
+                acted(command, Start(ranks_here, "0", [], launched_ranks=world_size))
             return 0
         outlast_readers(buffered=False, is_log=True)
         machine = this_machine()
         device_type = machine.device_type(command.config.job.device)
-        # Our launcher has looked at all files; else the first rank of the node looks at the data's, which may be many.
+        # Our launcher has checked all files. Without it, the first rank of a node checks data files, which may be many.
         checked = {"data_checked": launched or local_rank > 0, "weights_checked": launched}
         node = ranks_of_each_node(variables, world_size)
         job = resolve(command.config, world_size, device_type, node=node, **checked)
         set_up_logging(rank)
         if not launched and rank == 0:
             remove_estimate(job.config)
-        # Our launcher on one node has printed all this already.
+        # On one node, our launcher has already printed these lines.
         if not launched or ranks_here < world_size:
             logger.info(opening(command.config, world_size, job.device_type))
             logger.info(summary(job, line_width()))
@@ -112,7 +112,12 @@ def _train(job: ResolvedJob, device: "torch.device") -> None:
 
 
 def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]") -> int:
-    """Do the work of this rank in the job's process group, report how it ended, and return the exit code."""
+    """Return the exit code of this rank after running `work` in the job's process group. Report errors.
+
+    Args:
+        job: The resolved job.
+        work: Takes the job and the device of this rank.
+    """
     with imports_uncollected():
         import_module("trainer.trainer")  # `work` imports it later, with garbage collection
         from trainer.checkpoint.failed_save import CheckpointError
@@ -122,20 +127,18 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         from trainer.runtime.reports import Reports
 
     config = job.config
-    # as the user wrote it: `auto` takes what PyTorch has
-    process = Process.from_environment(job.user_config.job.device)
+    process = Process.from_environment(job.user_config.job.device)  # auto: PyTorch's devices
     try:
         job = _with_device_of_torch(job, process.device.type)
     except ConfigError as error:
-        if process.rank == 0:  # every rank has the same error
-            report(f"error: {error}")
+        _report_on_rank_0(process.rank, error)
         return 2
     reports = Reports(process, config.comm)
-    printed_once = _shared_errors_printed_once(process.rank)
     try:
         records = Path(config.job.dump_folder) / FLIGHT_RECORDS
         host = config.training.enable_cpu_offload
         group = process_group(process, config.comm, records, reports.store, cpu_tensors=host)
+        printed_once = _shared_errors_printed_once(process.rank)
         with group, printed_once, out_of_memory_explained(job), options_as_keys():
             work(job, process.device)
     except SharedConfigError:
@@ -144,8 +147,7 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
         report(f"error: {error}")
         return 2
     except (TrainingError, CheckpointError) as error:
-        if process.rank == 0:  # every rank has the same error
-            report(f"error: {error}")
+        _report_on_rank_0(process.rank, error)
         return 1
     except SystemExit as error:
         return _left_early(reports, error)
@@ -161,8 +163,14 @@ def on_rank(job: ResolvedJob, work: "Callable[[ResolvedJob, torch.device], None]
     return 0
 
 
+def _report_on_rank_0(rank: int, error: Exception) -> None:
+    """Report an error that every rank has."""
+    if rank == 0:
+        report(f"error: {error}")
+
+
 def _with_device_of_torch(job: ResolvedJob, device_type: str) -> ResolvedJob:
-    """Return the job on the type of device that PyTorch uses; log a note if it is not the machine's."""
+    """Return the job on the type of device that PyTorch uses; log a note if the machine has another type."""
     if device_type != job.device_type:
         logger.info(
             f"note: this machine has {job.device_type}, and the installed PyTorch uses {device_type}: so does the run"
@@ -171,7 +179,7 @@ def _with_device_of_torch(job: ResolvedJob, device_type: str) -> ResolvedJob:
 
 
 def _left_early(reports: "Reports", error: SystemExit) -> int:
-    """Report that this rank's work called `sys.exit`, and return an exit code above 0."""
+    """Report that the work of this rank called `sys.exit`; return an exit code above 0."""
     report(
         f"error: rank {reports.process.rank} called sys.exit({error.code!r}) before its work was done"
     )
@@ -180,10 +188,10 @@ def _left_early(reports: "Reports", error: SystemExit) -> int:
 
 
 def _report_lost_peers(reports: "Reports", error: Exception) -> None:
-    """Print the line of the reports, if any, and give other ranks time to end first.
+    """Report the failure of another rank, if it is this rank's turn; then wait, so that other ranks end first.
 
-    A launcher ends all ranks when the first one has ended. This first rank should be the rank that failed, or else the
-    rank that prints the line.
+    When the first rank has ended, a launcher ends all other ranks. The first one should be the failed rank, or else
+    the rank that prints the report.
     """
     started = time.monotonic()
     line = reports.lost(error)
@@ -195,26 +203,25 @@ def _report_lost_peers(reports: "Reports", error: Exception) -> None:
 
 @contextmanager
 def _shared_errors_printed_once(rank: int) -> Iterator[None]:
-    """Let rank 0 print an error that every rank has. Other ranks wait: the launcher would end them all."""
+    """Let rank 0 print an error that every rank has. Other ranks wait, because the first end of a rank ends all."""
     try:
         yield
     except SharedConfigError as error:
         from torch.distributed import barrier
 
-        if rank == 0:
-            report(f"error: {error}")
+        _report_on_rank_0(rank, error)
         barrier()
         raise
 
 
 def set_allocator(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let the GPU allocator expand its segments, unless the user set it.
+    """Use expandable segments in the GPU allocator, unless the user has set the allocator.
 
-    Sequences of changing lengths fragment segments of fixed sizes. The ranks of every launcher call this function
+    Sequences of varying lengths fragment segments of fixed sizes. The ranks of every launcher call this function
     before they import torch, which reads the variable once.
 
     Args:
-        environ: The variables of the process.
+        environ: The environment variables of the process, changed in place.
     """
     if not any(name in environ for name in _ALLOCATOR):
         environ[_ALLOCATOR[-1]] = "expandable_segments:True"
@@ -227,16 +234,16 @@ def set_connections(environ: MutableMapping[str, str] = os.environ) -> None:
     streams, and two streams in one queue wait for each other. CUDA reads the variable when it starts.
 
     Args:
-        environ: The variables of the process.
+        environ: The environment variables of the process, changed in place.
     """
     environ.setdefault(CUDA_CONNECTIONS, "32")  # CUDA has no more
 
 
 def command_line(program: Callable[..., int] = main) -> int:
-    """Run the program of a rank in a shell: Ctrl-C ends it without a trace, and output may lose its reader.
+    """Run the program of a rank as a process: Ctrl-C prints no traceback, and a closed pipe does not end it.
 
     Args:
-        program: The program.
+        program: Takes the arguments, and `launched`, whether our launcher started this rank; returns the exit code.
 
     Returns:
         The exit code.
@@ -261,8 +268,8 @@ def command_line(program: Callable[..., int] = main) -> int:
 def _end(code: int) -> NoReturn:
     """End this process without ending the interpreter.
 
-    Gloo's threads outlive their process group. A thread that drops a tensor while Python ends aborts the process
-    (pytorch#190489). After a failure, threads that save, and NCCL, could wait for a peer without end.
+    Gloo's threads outlive their process group. If such a thread frees a tensor while Python ends, the process aborts
+    (pytorch#190489). After a failure, NCCL and the threads that save could wait forever for another rank.
     """
     if code in (0, 2):
         atexit._run_exitfuncs()
@@ -272,7 +279,7 @@ def _end(code: int) -> NoReturn:
 
 
 def rank_process() -> int:
-    """Return the exit code of a rank that a launcher has started, with the arguments of sys.argv."""
+    """Return the exit code of a rank that a launcher has started, after running it with the arguments of sys.argv."""
     return command_line(main)
 
 

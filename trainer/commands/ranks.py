@@ -21,23 +21,20 @@ _CPP_LOGS = "TORCH_CPP_LOG_LEVEL"
 
 
 def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
-    """Set the variables of the ranks.
+    """Return the options of the launcher, and set the environment variables of the ranks.
 
     Args:
         config: The configuration of the run.
         here: Ranks on this machine.
         device_type: "cuda" or "cpu".
-
-    Returns:
-        The options of the launcher.
     """
-    # Ranks share the cores instead of fighting over them.
+    # Each rank gets its share of the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // here, 1)))
-    if (ROOT / "train.py").is_file():  # a clone, which need not be installed
+    if (ROOT / "train.py").is_file():  # a clone that may not be installed
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
         )
-    # a folder `trainer` where the user stands is not this program
+    # Ranks must not import a folder `trainer` of the working directory.
     os.environ["PYTHONSAFEPATH"] = "1"
     options = [
         "--nproc-per-node",
@@ -45,10 +42,10 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
         "--start-timeout",
         str(config.comm.init_timeout_seconds),
     ]
-    # the last work is a save
+    # A rank may save a checkpoint at the end.
     options += ["--end-timeout", str(config.comm.checkpoint_timeout_seconds)]
     options += ["--stop-signals", ",".join(config.job.stop_signals)]
-    if device_type == "cpu":  # no GPU has run a forked rank yet
+    if device_type == "cpu":  # forked ranks are untested on GPUs
         options += ["--preload", "trainer.trainer"]
     if device_type == "cuda" and config.comm.trace_buf_size:
         options += [
@@ -62,23 +59,23 @@ def launch(arguments: list[str]) -> int:
     """Start the launcher.
 
     Args:
-        arguments: Its options.
+        arguments: The options of the launcher.
 
     Returns:
         The exit code of the job.
     """
-    given = os.environ.get(_CPP_LOGS)
-    # torch reads it once; the store of a node that ends prints C++ traces
+    user_level = os.environ.get(_CPP_LOGS)
+    # Without this level, the store of a node that ends prints C++ traces. torch reads the variable once.
     os.environ.setdefault(_CPP_LOGS, "ERROR")
     from trainer.runtime.launch import main
 
-    if given is None:
+    if user_level is None:
         del os.environ[_CPP_LOGS]  # the ranks log as usual
     return main(arguments)
 
 
 def all_ranks(here: int) -> int:
-    """Return the number of ranks of a command on all nodes.
+    """Return the number of ranks on all nodes together.
 
     Args:
         here: Ranks on each node.
@@ -91,7 +88,8 @@ def run(module: str, argv: list[str]) -> int:
 
     Args:
         module: The module of the command. Its function `checked` returns the options and the job of all ranks. Its
-            function `work` does the work of one rank (options, job, device), and returns what rank 0 prints.
+            function `work` takes options, job and device, runs the work of one rank, and returns the text that rank 0
+            prints.
         argv: The words of the command line, without the command.
 
     Returns:
@@ -106,7 +104,7 @@ def run(module: str, argv: list[str]) -> int:
 
 
 def work_on_rank(argv: list[str], *, launched: bool = False) -> int:
-    """Do the work of one rank of a command, see `run`. Rank 0 reports a wrong setting.
+    """Run one rank of a command, see `run`. If a setting is wrong, rank 0 reports it.
 
     Args:
         argv: The module and the words of the command line.
@@ -120,14 +118,14 @@ def work_on_rank(argv: list[str], *, launched: bool = False) -> int:
     command = import_module(argv[0])
     is_first = os.environ.get("RANK", "0") == "0"
     try:
-        wanted, job = command.checked(argv[1:])
+        args, job = command.checked(argv[1:])
     except ConfigError as error:
         if is_first:
             report(f"error: {error}")
         return 2
 
     def print_work(job: ResolvedJob, device: "torch.device") -> None:
-        text = command.work(wanted, job, device)
+        text = command.work(args, job, device)
         if is_first:
             print(text, flush=True)
 
@@ -135,7 +133,7 @@ def work_on_rank(argv: list[str], *, launched: bool = False) -> int:
 
 
 def rank_process() -> int:
-    """Return the exit code of a rank of a command, run with the arguments of sys.argv."""
+    """Return the exit code of a rank of a command, after running it with the arguments of sys.argv."""
     from trainer.commands.rank import command_line
 
     return command_line(work_on_rank)

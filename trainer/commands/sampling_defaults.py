@@ -1,4 +1,4 @@
-"""Default sampling of a model, as its `generation_config.json` says. Torch-free."""
+"""Default sampling of a model, from its `generation_config.json`. Torch-free."""
 
 import argparse
 
@@ -8,18 +8,18 @@ from trainer.families.registry import start_folder
 from trainer.hugging_face.config_json import Entries
 
 USUAL: dict[str, float] = {"temperature": 0.7, "top_k": 0, "top_p": 1.0}
-"""Where neither the command line nor the model says it."""
+"""The values if neither the command line nor the model sets them."""
 
 
 def set_sampling(args: argparse.Namespace, config: JobConfig) -> None:
-    """Set missing values of temperature, top_k and top_p (None) by the model's folder.
+    """Replace None as temperature, top_k or top_p by the value of the model's folder, or the usual value.
 
     Args:
-        args: The options of the command line.
+        args: The options of the command line, changed in place.
         config: The configuration of the run.
 
     Raises:
-        ConfigError: The file has a value that is out of bounds.
+        ConfigError: A value of the model's file is out of bounds.
     """
     folder = start_folder(config)
     named = {} if folder is None else _named(folder.generation)
@@ -30,11 +30,12 @@ def set_sampling(args: argparse.Namespace, config: JobConfig) -> None:
 
 def _named(entries: Entries) -> dict[str, float]:
     content = entries.content
-    if content.get("do_sample") is False:  # the likeliest token, whatever the others say
+    # Without sampling the other entries have no effect: the likeliest token is taken.
+    if content.get("do_sample") is False:
         return {"temperature": 0.0}
-    found = {name: content[name] for name in USUAL if content.get(name) is not None}
+    values = {name: content[name] for name in USUAL if content.get(name) is not None}
     bounds = {"temperature": (0, float("inf")), "top_k": (0, float("inf")), "top_p": (0, 1)}
-    for name, value in found.items():
+    for name, value in values.items():
         least, most = bounds[name]
         kinds = int if name == "top_k" else (int, float)
         right = (
@@ -46,4 +47,4 @@ def _named(entries: Entries) -> dict[str, float]:
                 f"{entries.file}: {name} = {value!r} must be "
                 f"{rule.get(name, 'a number from 0')}; correct it"
             )
-    return found
+    return values

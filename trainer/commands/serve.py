@@ -3,8 +3,8 @@
 serve outputs/chat
 serve ./Qwen3-8B --ngpu 4 --context-parallel 4 --port 8080
 
-Clients find it at http://127.0.0.1:8000/v1: /chat/completions through the chat template, /completions and /models;
-/health says that it is there. All ranks answer one request after the other. Ctrl-C ends.
+Clients find the server at http://127.0.0.1:8000/v1: /chat/completions through the chat template, /completions and
+/models. /health says that the server runs. All ranks answer one request after the other. Ctrl-C ends.
 """
 
 import argparse
@@ -62,7 +62,9 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 
 def talk_of(job: ResolvedJob) -> Talk | ConfigError:
-    """Return the chat template, or the error that says why this model has none. Without it, texts are completed.
+    """Return the chat template, or the error that says why this model has none.
+
+    Without a chat template, the server completes texts only.
 
     Args:
         job: The resolved job.
@@ -74,7 +76,7 @@ def talk_of(job: ResolvedJob) -> Talk | ConfigError:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Answer requests for ever. A collective over all ranks; rank 0 has the server.
+    """Answer requests until the process is stopped. A collective over all ranks; rank 0 runs the server.
 
     Args:
         args: The options of the command line.
@@ -102,8 +104,8 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     )
     raise_on_all_ranks(server.start if server else lambda: None, device)
     set_timeout(PATIENCE_SECONDS, except_group=control)  # the other ranks wait for a request
-    while given := read_once(server.next if server else bytes, over=dims["world"]):
-        writer.answer(Request(**json.loads(given)), server.current if server else None)
+    while request := read_once(server.next if server else bytes, over=dims["world"]):
+        writer.answer(Request(**json.loads(request)), server.current if server else None)
     return ""
 
 

@@ -18,12 +18,12 @@ from trainer.stores.folder import checkpoint_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 CUDA_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The variable for the hardware queues of a GPU, over which CUDA divides the streams of a process."""
+"""The environment variable for the number of hardware queues, among which CUDA divides the streams of a process."""
 CPU_RANKS = 2
-"""Ranks that are started on a machine without GPUs."""
+"""Number of ranks on a machine without GPUs."""
 DEFAULT_CONFIG = ROOT / "train_configs" / "debug_model.toml"
 FINE_TUNING = ROOT / "train_configs" / "finetune.toml"
-"""What a command line without a file starts from, if it names a folder of weights."""
+"""The configuration of a command line that names a folder of weights and no file."""
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Start:
     """The ranks to start on this machine.
 
     Attributes:
-        ranks: Their number; None for one per GPU.
-        log_rank: The ranks whose log is shown.
-        arguments: The settings, for every rank.
-        of_job: Ranks of the job, if a launcher has counted them.
+        ranks: Number of ranks on this machine; None for one per GPU.
+        log_rank: The ranks whose log is shown, separated by commas.
+        arguments: The settings of every rank, as words of a command line.
+        launched_ranks: Number of ranks of the job on all nodes, if a launcher has started them; otherwise None.
     """
 
     ranks: int | None
     log_rank: str
     arguments: list[str]
-    of_job: int | None = None
+    launched_ranks: int | None = None
 
     def ranks_here(self, config: JobConfig, machine: Machine) -> int:
         """Return the number of ranks on this machine.
@@ -58,7 +58,10 @@ class Start:
             config: The configuration of the run.
             machine: This machine.
         """
-        return self.of_job or self.ranks_here(config, machine) * Nodes.from_environment().count
+        return (
+            self.launched_ranks
+            or self.ranks_here(config, machine) * Nodes.from_environment().count
+        )
 
 
 def check_here(config: JobConfig) -> None:
@@ -66,6 +69,9 @@ def check_here(config: JobConfig) -> None:
 
     Args:
         config: The configuration of the run.
+
+    Raises:
+        ConfigError: The first node has no address, or a folder cannot be made.
     """
     nodes = Nodes.from_environment()
     if nodes.count > 1:
@@ -75,16 +81,20 @@ def check_here(config: JobConfig) -> None:
 
 
 def parse(argv: list[str]) -> Start:
-    """Return the ranks that the arguments and the variables NGPU, CONFIG_FILE and LOG_RANK start.
+    """Return the ranks to start, from the command line and the variables NGPU, CONFIG_FILE and LOG_RANK.
 
     Args:
         argv: The words of the command line, without the command.
+
+    Raises:
+        ConfigError: A word is neither the file nor an option, or a number of ranks is wrong.
     """
-    config, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else (None, argv)
-    if rest and not rest[0].startswith("--") and rest[0] != "-h":
-        beside = f" beside {config!r}" if config else ""
+    config = argv[0] if argv and not argv[0].startswith("-") else None
+    options = argv[1:] if config else argv
+    if options and not options[0].startswith("--") and options[0] != "-h":
+        after = f" after {config!r}" if config else ""
         raise ConfigError(
-            f"{rest[0]!r}{beside} is neither the one file nor an option; write FILE --table.key value, such as "
+            f"{options[0]!r}{after} is neither the one file nor an option; write FILE --table.key value, such as "
             "debug_model --training.steps 300"
         )
     parser = argparse.ArgumentParser(
@@ -92,41 +102,46 @@ def parse(argv: list[str]) -> Start:
     )
     for option in ("--ngpu", "--log-rank"):
         parser.add_argument(option, nargs="?", const="")
-    known, rest = parser.parse_known_args(rest)
+    known, settings = parser.parse_known_args(options)
     ranks = None
     if "ngpu" in known:
         ranks = whole_number("--ngpu", known.ngpu, such_as="--ngpu 2")
     elif "NGPU" in os.environ:
         ranks = whole_number("NGPU", os.environ["NGPU"], such_as="NGPU=2")
     names_weights = any(
-        word.partition("=")[0] in ("--model.path", "--model-path") for word in rest
+        word.partition("=")[0] in ("--model.path", "--model-path") for word in settings
     )
     without_file = FINE_TUNING if names_weights else DEFAULT_CONFIG
     config = config or os.environ.get("CONFIG_FILE") or str(without_file)
     log_rank = getattr(known, "log_rank", os.environ.get("LOG_RANK", "0"))
-    return Start(ranks, log_rank, ["--job.config_file", config, *rest])
+    return Start(ranks, log_rank, ["--job.config_file", config, *settings])
 
 
 def opening(config: JobConfig, ranks: int, device_type: str) -> str:
-    """Return the first line: the run, its ranks, and the folder of its output.
+    """Return the first line of output: the name of the run, its ranks, and the folder of its output.
 
     Args:
         config: The configuration of the run.
         ranks: Ranks of the job.
         device_type: "cuda" or "cpu".
     """
-    what = config.job.description or config.job.config_file or "training with default settings"
+    job_name = (
+        config.job.description or config.job.config_file or "training with default settings"
+    )
     device = {"cuda": "GPU", "cpu": "CPU rank"}[device_type]
-    return f"{what} on {ranks} {device}{'s' * (ranks > 1)}; output goes to {config.job.dump_folder}"
+    return f"{job_name} on {ranks} {device}{'s' * (ranks > 1)}; output goes to {config.job.dump_folder}"
 
 
 def job_notes(job: ResolvedJob, machine: Machine, ranks_here: int) -> list[str]:
-    """Return a line for each surprising property of this job on this machine.
+    """Return a line for each property of the job on this machine that may surprise the user.
 
     Args:
         job: The resolved job.
         machine: This machine.
-        ranks_here: Ranks on this machine.
+        ranks_here: Number of ranks on this machine.
+
+    Raises:
+        ConfigError: The job needs more memory than this machine has.
     """
     available = machine.memory(job.device_type)
     if available is not None and job.device_type == "cpu":
@@ -152,7 +167,7 @@ def _one_connection(device_type: str) -> str:
 
 
 def _left_checkpoints(job: ResolvedJob) -> str:
-    # a store may answer late
+    # A remote store may answer late.
     if job.config.checkpoint.enable or is_address(job.config.checkpoint.folder):
         return ""
     folder = checkpoint_folder(job.config)

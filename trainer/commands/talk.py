@@ -1,4 +1,4 @@
-"""How commands talk to a model: by its chat template, its tools, and the tokens that end texts and answers."""
+"""Prompts and answers of a model: chat template, tools, and the tokens that end texts and answers."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from trainer.data.tokenizers.tokenizer import Tokenizer
 
 _OPENED = "<think>"
-_BEFORE = 8  # tokens
+_CONTEXT = 8  # earlier tokens that decide the text of a token
 PATIENCE_SECONDS = 7 * 24 * 3600
-"""How long ranks wait for a user."""
+"""How long other ranks wait while rank 0 waits for a user."""
 Message = Mapping[str, Any]
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -30,12 +30,12 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 def ends_of(
     config: JobConfig, tokenizer: "Tokenizer", template: ChatTemplate | None = None
 ) -> set[int]:
-    """Return the tokens that end a text; with a template, also the tokens that end an answer.
+    """Return the tokens that end a text. With a template, also return the tokens that end an answer.
 
     Args:
         config: The configuration of the run.
         tokenizer: The tokenizer.
-        template: The chat template, None without one.
+        template: The chat template; None without one.
     """
     file = Path(config.model.tokenizer_file)
     folders = (HFFolder(file), HFFolder(file.parent), start_folder(config))
@@ -43,7 +43,7 @@ def ends_of(
 
 
 def text_tokens(tokenizer: "Tokenizer", text: str) -> list[int]:
-    """Return the tokens of a text to be continued, after the token that begins texts, if there is one.
+    """Return the tokens of a text to continue. If the tokenizer has a token that begins texts, it comes first.
 
     Args:
         tokenizer: The tokenizer.
@@ -53,14 +53,14 @@ def text_tokens(tokenizer: "Tokenizer", text: str) -> list[int]:
 
 
 def check_length(prompt: Sequence[int], longest: int) -> None:
-    """Check that the model takes a prompt and one more token.
+    """Check that a prompt is not empty, and that the model takes the prompt and one further token.
 
     Args:
         prompt: The tokens of the prompt.
-        longest: Most tokens of the model.
+        longest: Largest number of tokens that the model takes.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The prompt is empty or too long.
     """
     if not 0 < len(prompt) < longest:
         raise ConfigError(
@@ -69,12 +69,12 @@ def check_length(prompt: Sequence[int], longest: int) -> None:
 
 
 def talk_options(described: Parser, when: str = "", *, tools: bool = True) -> None:
-    """Add the options of commands that talk to a model.
+    """Add the options of commands that use a chat template.
 
     Args:
         described: The parser of the command.
-        when: When the options have an effect, for the help.
-        tools: Whether the command has an option for tools; otherwise each request names them.
+        when: The condition under which the options have an effect, for the help.
+        tools: Whether to add the option for tools. Without it, each request names its tools.
     """
     if tools:
         described.add_argument(
@@ -83,15 +83,25 @@ def talk_options(described: Parser, when: str = "", *, tools: bool = True) -> No
             metavar="FILE",
             help=f"{when}tools of the model, a list in JSON",
         )
-    text = f"{when}argument of the chat template, as enable_thinking=false; may be given again"
     described.add_argument(
-        "--argument", action="append", default=[], metavar="NAME=VALUE", help=text
+        "--argument",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"{when}argument of the chat template, as enable_thinking=false; may be given again",
     )
 
 
 @dataclass(frozen=True)
 class Talk:
-    """How a model is talked to. tools: objects as the template takes them; ends: tokens that end an answer."""
+    """The chat template of a model, with its tokenizer.
+
+    Attributes:
+        tokenizer: The tokenizer.
+        template: The chat template.
+        tools: Descriptions of tools, in the form that the template takes.
+        ends: Tokens that end an answer.
+    """
 
     tokenizer: "Tokenizer"
     template: ChatTemplate
@@ -100,14 +110,17 @@ class Talk:
 
     @classmethod
     def of(cls, config: JobConfig, tools: Path | None = None) -> "Talk":
-        """Return the talk for the tokenizer and template of a model.
+        """Load tokenizer and chat template of a model.
 
         Args:
             config: The configuration of the run.
-            tools: A file of JSON with tools, None without one.
+            tools: A JSON file with a list of tools; None without tools.
+
+        Returns:
+            The record.
 
         Raises:
-            ConfigError: A file or the template is missing.
+            ConfigError: The model has no chat template, or a file is missing or wrong.
         """
         from trainer.data.tokenizers.tokenizer import open_tokenizer
 
@@ -121,42 +134,44 @@ class Talk:
                 "instruction-tuned model into the model's folder"
             )
         tokenizer = open_tokenizer(config.model.tokenizer_file)
-        given = []
+        tool_list = []
         if tools is not None:
             try:
-                given = json.loads(tools.read_text(encoding="utf-8"))
+                tool_list = json.loads(tools.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{tools} cannot be read as JSON ({error})") from None
-        if not isinstance(given, list) or not all(isinstance(tool, dict) for tool in given):
+        if not isinstance(tool_list, list) or not all(
+            isinstance(tool, dict) for tool in tool_list
+        ):
             raise ConfigError(
                 f"--tools {tools} must be a list of objects; write what the template's model expects"
             )
         ends = frozenset(ends_of(config, tokenizer, template))
-        return cls(tokenizer, template, given, ends)
+        return cls(tokenizer, template, tool_list, ends)
 
-    def prompt(self, messages: object, more: Mapping[str, Any] = _NOTHING) -> list[int]:
-        """Return the tokens that ask for the next answer.
+    def prompt(self, messages: object, fields: Mapping[str, Any] = _NOTHING) -> list[int]:
+        """Return the tokens of the prompt for the next answer.
 
         Args:
-            messages: The messages, as in data.
-            more: Fields of a request: tools, tool_choice, chat_template_kwargs with arguments of the template, and
+            messages: The messages, in the format of training data.
+            fields: Fields of a request: tools, tool_choice, chat_template_kwargs with arguments of the template, and
                 add_generation_prompt.
 
         Raises:
             ConfigError: The template refuses the messages.
         """
-        values = read_template_arguments(more.get("chat_template_kwargs"))
+        values = read_template_arguments(fields.get("chat_template_kwargs"))
         tools = (
             None
-            if more.get("tool_choice") == "none"
-            else more.get("tools") or self.tools or None
+            if fields.get("tool_choice") == "none"
+            else fields.get("tools") or self.tools or None
         )
-        brought = {
+        settings = {
             "tools": tools,
             "values": values,
-            "asks": more.get("add_generation_prompt") is not False,
+            "asks": fields.get("add_generation_prompt") is not False,
         }
-        text = self.template.prompt({"messages": read_messages(messages), **brought})
+        text = self.template.prompt({"messages": read_messages(messages), **settings})
         return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
 
     def fitting(
@@ -164,12 +179,12 @@ class Talk:
     ) -> tuple[list[Message], list[int], int]:
         """Drop the earliest whole turns until the prompt fits; return the remaining messages.
 
-        A turn begins with a message of the user. System messages before the first turn, and the last turn, stay.
+        A turn begins with a message of the user. The messages before the first turn, and the last turn, always stay.
 
         Args:
-            messages: The conversation, which asks for an answer.
-            longest: Most tokens of prompt and answer of the model.
-            room: Tokens to keep for the answer, if leaving out turns can do that.
+            messages: The conversation, up to the message to answer.
+            longest: Largest number of tokens of prompt and answer together.
+            room: Tokens to keep for the answer. If only the last turn remains, the answer may have less room.
 
         Returns:
             The remaining messages, their prompt, and the number of dropped turns.
@@ -191,7 +206,7 @@ class Talk:
         return kept, prompt, left_out
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
-        """Return the text of the model as a message. Reasoning that the prompt has begun is part of it.
+        """Return the answer of the model as a message. It begins with the mark of reasoning if the prompt ends with it.
 
         Args:
             prompt: The tokens of the prompt.
@@ -203,7 +218,7 @@ class Talk:
         }
 
     def opening(self, prompt: Sequence[int]) -> str:
-        """Return the beginning of the answer with which the prompt ends.
+        """Return the beginning of the answer that stands at the end of the prompt, or an empty text.
 
         Args:
             prompt: The tokens of the prompt.
@@ -216,13 +231,13 @@ class Talk:
 
 
 class Pieces:
-    """Text of tokens, as soon as they are whole characters, up to the first text that ends it.
+    """Decodes tokens one after the other, into whole characters, up to the first stop.
 
-    Some earlier tokens decide how a new token is written.
+    The text of a token depends on a few tokens before it.
 
     Args:
         decode: Returns the text of tokens.
-        stops: Texts that end it.
+        stops: Texts that end the decoded text.
     """
 
     def __init__(
@@ -230,32 +245,37 @@ class Pieces:
     ) -> None:
         self._decode = decode
         self._tokens = []
-        self._given = 0
+        self._returned = 0
         self._stops, self._held, self.stopped = stops, "", False
 
     def put(self, token: int) -> str:
-        """Return the text that is certain with this token. The possible beginning of a stop waits.
+        """Add a token. The possible beginning of a stop is held back.
 
         Args:
             token: The token.
+
+        Returns:
+            The text that is certain with this token.
         """
         self._tokens.append(token)
         text = self._decode(self._tokens)
-        if text.endswith("\ufffd"):  # the rest of a character is to come
+        if text.endswith("\ufffd"):  # the character is not complete
             return ""
-        piece = text[self._given :]
-        self._tokens = self._tokens[-_BEFORE:]
-        self._given = len(self._decode(self._tokens))
+        piece = text[self._returned :]
+        self._tokens = self._tokens[-_CONTEXT:]
+        self._returned = len(self._decode(self._tokens))
         return self._certain(piece, max(map(len, self._stops), default=1) - 1)
 
     def finish(self) -> str:
-        """Return the remaining text."""
+        """Return the text that was held back; an empty text after a stop."""
         return (
-            "" if self.stopped else self._certain(self._decode(self._tokens)[self._given :], 0)
+            ""
+            if self.stopped
+            else self._certain(self._decode(self._tokens)[self._returned :], 0)
         )
 
-    def _certain(self, more: str, waits: int) -> str:
-        text = self._held + more
+    def _certain(self, piece: str, waits: int) -> str:
+        text = self._held + piece
         places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
         self.stopped = bool(places)
         end = min(places) if places else max(len(text) - waits, 0)

@@ -1,19 +1,20 @@
-"""Turn text into files of token ids: those of a job, before it starts, or a folder for training.dataset = "tokens".
+"""Turn text into files of token ids: for one job, before it starts, or a folder for training.dataset = "tokens".
 
     lct tokenize my.toml
     lct train my.toml
 
-The first form makes what the first start of the job would make, in the cache. The second one makes a folder:
+The first form makes the token files that the first start of the job would make, in the cache. The second form makes a
+folder:
 
     lct tokenize --dataset jsonl --path 'data/*.jsonl' --tokenizer-path assets/tokenizer --output tokens
     lct train --training.dataset tokens --training.dataset_path tokens --model.tokenizer_path assets/tokenizer
 
-It reads .jsonl, .jsonl.gz, .jsonl.zst and .parquet files (jsonl), .txt files (text), python_stdlib, or conversations
-(chat); or a data set of the Hugging Face hub, streamed:
+The second form reads .jsonl, .jsonl.gz, .jsonl.zst and .parquet files (jsonl), .txt files (text), python_stdlib, or
+conversations (chat); or a data set of the Hugging Face hub, streamed:
 
     lct tokenize --hub allenai/c4 --hub-config en --split train --output tokens
 
-The same command makes what an interrupted run has not: shards that are whole stay, and damaged ones are made again.
+After an interruption, the same command continues: whole shards stay, and missing or damaged shards are made.
 """
 
 import argparse
@@ -39,8 +40,8 @@ from trainer.runtime.console import set_up_logging
 from trainer.runtime.launcher_watch import end_with
 
 
-def of_job(argv: list[str]) -> None:
-    """Make the token files of a job that the cache lacks.
+def fill_cache(argv: list[str]) -> None:
+    """Make the token files of a job that are missing in the cache.
 
     Args:
         argv: The words of the command line, without the command.
@@ -52,10 +53,13 @@ def of_job(argv: list[str]) -> None:
 
 
 def into_folder(args: argparse.Namespace) -> None:
-    """Make the shards that the folder lacks, then the manifest, and print a line.
+    """Make the missing shards of a folder, then its manifest, and print a line.
 
     Args:
         args: The options of the command line.
+
+    Raises:
+        ConfigError: Two options do not go together, or a file cannot be written.
     """
     if args.processes < 1 or args.shard_mb < 1:
         raise ConfigError(
@@ -73,7 +77,7 @@ def into_folder(args: argparse.Namespace) -> None:
     )
     if args.hub:
         data = HubData(args.hub, args.hub_config, args.split, args.hub_revision)
-        # an interrupted run began with a revision
+        # An interrupted run has noted its revision; continue with the same one.
         before = HubData.of(noted(folder).get("path") or data.path)
         goes_on = before.revision and replace(before, revision=data.revision) == data
         data = before if goes_on else data.pinned()
@@ -103,7 +107,7 @@ def main(argv: list[str]) -> int:
         The exit code.
     """
     if not any(word.partition("=")[0] in ("--output", "-h", "--help") for word in argv):
-        of_job(argv)
+        fill_cache(argv)
     else:
         into_folder(_parser().parse_args(argv))
     return 0
@@ -117,7 +121,7 @@ def _parser() -> Parser:
     ]
     add("--dataset", default="jsonl", choices=kinds)
     add("--path", help="file, folder or glob")
-    add("--hub", help="data set of the Hugging Face hub, in the place of --path")
+    add("--hub", help="data set of the Hugging Face hub, instead of --path")
     add("--hub-config", help="its configuration, such as en; default: its default")
     add("--hub-revision", help="its revision; default: the newest one")
     add("--split", default="train", help="its split")
@@ -131,7 +135,12 @@ def _parser() -> Parser:
         choices=("stop", "skip"),
         help="skip: an empty document",
     )
-    add("--processes", type=int, default=os.cpu_count(), help="that tokenize, each a shard")
+    add(
+        "--processes",
+        type=int,
+        default=os.cpu_count(),
+        help="number of processes; each makes a shard at a time",
+    )
     add("--shard-mb", type=int, default=256, help="MiB of input for a shard")
     return parser
 

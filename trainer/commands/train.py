@@ -1,7 +1,7 @@
 """Check a configuration, then start one rank per GPU of this machine, or two on a CPU.
 
-On several nodes the same command runs on each (docs/several_nodes.md). Torch is imported when everything has been
-checked and said.
+On several nodes, run the same command on each node (docs/several_nodes.md). Torch is imported after all checks and
+notes.
 """
 
 import os
@@ -30,8 +30,8 @@ from trainer.runtime.output import outlasting_readers
 from trainer.runtime.stop import Stopped, ends_by, handled_by
 from trainer.stores.folder import checkpoint_folder
 
-_WRONG = 2  # a setting
-# until there are ranks
+_WRONG_SETTING = 2  # exit code
+# Signals that end the command before the ranks start.
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -59,23 +59,23 @@ def main(argv: list[str]) -> int:
 
 def _train(start: Start, command: CommandLine) -> int:
     launch_arguments = _prepare(start, command)
-    # Ranks find the token files of this node, so that no collective waits for hours.
+    # The token files of this node are ready before the ranks start, so that no collective waits for hours.
     if not _tokenized(start, command.config):
-        return _WRONG  # the process has reported why
+        return _WRONG_SETTING  # the process has reported the error
     say_waiting("importing PyTorch")
     estimating = _start_estimate(start, command.config)
     code = launch([*launch_arguments, *start.arguments])
     if estimating is not None:
         estimating.kill()
-    if code not in (0, _WRONG) and (hint := _to_resume(command.config)):
+    if code not in (0, _WRONG_SETTING) and (hint := _to_resume(command.config)):
         report(hint)
     return code
 
 
 def _tokenized(start: Start, config: JobConfig) -> bool:
-    """Make the catalogs of the data of a job, and missing token files; return whether it worked.
+    """Make the catalogs of the data of a job, and missing token files; return whether all are there.
 
-    Another process makes token files, because it may start more processes: this one must not have threads before it
+    Another process makes token files, because it may start more processes. This process must have no threads before it
     forks.
     """
     data = all_data(from_path(config))
@@ -86,7 +86,7 @@ def _tokenized(start: Start, config: JobConfig) -> bool:
 
 
 def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] | None:
-    """Start to predict the memory of a run on GPUs of one node, for its first log line."""
+    """On GPUs of one node, start the process that estimates the memory of the run for its first log line."""
     machine = this_machine()
     folder = Path(config.job.dump_folder)
     remove_estimate(config)
@@ -101,7 +101,7 @@ def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] 
 
 
 def _to_resume(config: JobConfig) -> str:
-    """Return what a failed run has saved, and how it resumes; empty for addresses, where stores may answer late."""
+    """Return a line on the last saved step and how to resume; empty for remote stores, which may answer late."""
     if is_address(config.checkpoint.folder):
         return ""
     if not config.checkpoint.enable:
@@ -125,7 +125,7 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     logger.info(opening(config, ranks, device_type))
     job = resolve(config, ranks, device_type, node=here)
     notes = (*command.notes, *job.notes, *job_notes(job, machine, here))
-    if nodes.count == 1:  # of several nodes rank 0 prints them, once
+    if nodes.count == 1:  # on several nodes, rank 0 prints the summary once
         logger.info(summary(job, line_width()))
         for note in notes:
             logger.info(f"note: {note}")

@@ -1,9 +1,9 @@
-"""Read checkpoints whole, and say of each saved step whether it is whole or damaged.
+"""Read all files of checkpoints, and print for each saved step whether it is whole or damaged.
 
 verify outputs/debug_model                           all steps of a run
 verify outputs/debug_model/checkpoint/step-500       one of them
 
-Every file is read: lengths, check sums, names and shapes against the model of the run, and values that are not finite.
+The command checks lengths, check sums, names and shapes against the model of the run, and that values are finite.
 The exit code is 0 if all steps are whole, 1 if one is damaged, and 2 if there is none.
 """
 
@@ -23,23 +23,26 @@ from trainer.stores.folder import checkpoint_folder
 from trainer.stores.store import Store, reason_of
 
 
-def steps_of(given: str) -> tuple[Store, list[int], Path]:
+def steps_of(path: str) -> tuple[Store, list[int], Path]:
     """Return the folder of checkpoints of a path, the steps in it, and the file of the run's configuration.
 
     Args:
-        given: The path of the user.
+        path: The path of the user: the folder of a run, its folder of checkpoints, or one saved step.
+
+    Raises:
+        ConfigError: There is no saved step.
     """
-    own = Path(given).absolute() / RUN_FILE
-    if (step := saved_step("path", given)) is not None:
-        folder = named_step("path", given)[0]
+    own = Path(path).absolute() / RUN_FILE
+    if (step := saved_step("path", path)) is not None:
+        folder = named_step("path", path)[0]
         return folder, [step], Path(str(folder)).parent / RUN_FILE
     if own.is_file():
         settings = Checkpoint(folder=folder_of_checkpoints(own))
-        folder = checkpoint_folder(JobConfig(job=Job(dump_folder=given), checkpoint=settings))
+        folder = checkpoint_folder(JobConfig(job=Job(dump_folder=path), checkpoint=settings))
         run = own
     else:
-        folder = store_of("path", given)
-        run = Path(given).absolute().parent / RUN_FILE
+        folder = store_of("path", path)
+        run = Path(path).absolute().parent / RUN_FILE
     steps = folder.steps()
     if not steps:
         raise ConfigError(
@@ -52,12 +55,12 @@ def steps_of(given: str) -> tuple[Store, list[int], Path]:
 def model_of(
     folder: Store, step: int, last: Path
 ) -> tuple[tuple[JobConfig, ModelArgs] | None, str]:
-    """Return configuration and model of a saved step, or None and why they are unknown.
+    """Return configuration and model of a saved step, or None and the reason why they are unknown.
 
     Args:
-        folder: The checkpoints.
+        folder: The folder of checkpoints.
         step: The step.
-        last: The configuration of the folder's last run, for a step without one.
+        last: The configuration file of the folder's last run, for a step without its own configuration.
 
     Raises:
         ConfigError: The step's configuration is damaged.
@@ -86,13 +89,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print a line for each saved step.
+    """Verify each saved step, and print a line for each.
 
     Args:
         argv: The words of the command line, without the command.
 
     Returns:
-        The exit code: 1 if a step is damaged.
+        The exit code: 0 if all steps are whole, 1 if a step is damaged.
+
+    Raises:
+        ConfigError: There is no saved step, or the path cannot be read.
     """
     args = parser().parse_args(argv)
     try:
@@ -101,24 +107,24 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"{args.path} cannot be read ({reason_of(error)})") from None
     from trainer.checkpoint.verify import verify_step
 
-    damaged, told = False, ""
+    damaged, printed_reason = False, ""
     for step in steps:
         started = time.monotonic()
         try:
             run, why_not = model_of(folder, step, file)
-            if run is None and why_not != told:
+            if run is None and why_not != printed_reason:
                 print(
                     f"note: entries are not compared with a model ({why_not})", file=sys.stderr
                 )
-                told = why_not
+                printed_reason = why_not
             files, size, tensors = verify_step(folder, step, run)
         except ConfigError as error:
             print(f"{folder.step(step).name}: damaged: {error}", flush=True)
             damaged = True
             continue
-        what = f"{files} files, {size / 2**20:,.1f} MiB, {tensors:,} tensors"
+        counts = f"{files} files, {size / 2**20:,.1f} MiB, {tensors:,} tensors"
         print(
-            f"{folder.step(step).name}: whole: {what} ({time.monotonic() - started:.1f} s)",
+            f"{folder.step(step).name}: whole: {counts} ({time.monotonic() - started:.1f} s)",
             flush=True,
         )
     return int(damaged)
