@@ -108,5 +108,5 @@ def silent() -> Iterator[str]:
 
 
 def environment(url: str, home: Path) -> dict[str, str]:
-    """What sends the packages of Hugging Face to another address, with a cache of their own."""
+    """Return the environment that sends the packages of Hugging Face to another address, with a cache of their own."""
     return os.environ | {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}

@@ -11,14 +11,14 @@ from typing import Any
 
 @dataclass
 class Observed:
-    """What one run of the program did on one rank."""
+    """Observations of one run of the program on one rank."""
 
     code: int = 0
     out: str = ""
     files: list[str] = field(default_factory=list)
-    """Below the dump folder."""
+    """Paths below the dump folder."""
     losses: list[float] = field(default_factory=list)
-    """Of the logged steps, as `lrs` and `logged`."""
+    """Losses of the logged steps; `lrs` and `logged` have their learning rates and numbers."""
     lrs: list[float] = field(default_factory=list)
     logged: list[int] = field(default_factory=list)
     parameters: dict[str, tuple[int, str]] = field(default_factory=dict)

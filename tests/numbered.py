@@ -34,7 +34,7 @@ class Numbers:
         return np.array(self.sizes)
 
     def fingerprint(self, documents: int) -> int:
-        """What tells changed data apart."""
+        """Return a hash that changes with the data."""
         return hash(tuple(self.sizes[:documents])) >> 1
 
 

@@ -246,7 +246,7 @@ class Cell:
 
     @property
     def reference_arguments(self) -> list[str]:
-        """Of the single process: what changes the model or its data, not how the work is shared."""
+        """Arguments of the single process: settings that change the model or its data, not the division of work."""
         feature = FEATURES[self.feature]
         not_parallel = [a for a in feature.arguments if not a.startswith("--parallelism.")]
         shared = [
@@ -296,7 +296,7 @@ def cells() -> list[Cell]:
 
 
 class Record:
-    """What came out of each cell, as of its last run: `tested`, or `refused: message`; and with which code.
+    """The outcome of the last run of each cell, `tested` or `refused: message`, with the commit that ran it.
 
     The file: {"command", "made_with", "cells": layout -> feature -> [outcome, digest, commit]}.
     """

@@ -117,7 +117,10 @@ def _cached_by_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class ThreadMesh:
-    """What this project asks of a `DeviceMesh`, for one of several ranks that are threads; groups: the rank's own."""
+    """The part of `DeviceMesh` that this project uses, for one of several ranks that are threads.
+
+    groups: the rank's own groups.
+    """
 
     def __init__(
         self,

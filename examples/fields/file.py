@@ -47,13 +47,16 @@ CHUNK = 32
 def write_fields(
     path: str | Path, trajectories: Iterable[np.ndarray], shape: tuple[int, ...], attributes: Mapping[str, Any]
 ) -> None:
-    """Write a file of fields. It appears at `path` when it is whole; an interrupted run leaves nothing there.
+    """Write a file of fields. It appears at `path` when it is complete; an interrupted run leaves nothing there.
 
-    trajectories: arrays (times, channels, height, width); shape: of all of them, with their number first. attributes:
-    of the group; format version, mean and standard deviation are added.
+    Args:
+        path: The new file, .zarr or .nc.
+        trajectories: Arrays (times, channels, height, width).
+        shape: (trajectories, times, channels, height, width).
+        attributes: Attributes of the group; the function adds format version, mean and standard deviation.
 
     Raises:
-        ConfigError: something is at `path`, or zarr is missing.
+        ConfigError: `path` exists, or zarr is missing.
     """
     moments = netcdf.Moments(shape[2])
     with unfinished_file(path) as folder:
@@ -66,10 +69,16 @@ def write_fields(
 
 @contextmanager
 def unfinished_file(path: str | Path) -> Iterator[Path]:
-    """Enter a context with a name for a file that appears at `path` when the context ends without an error.
+    """Enter a context with a temporary name; the file appears at `path` if the context ends without an error.
+
+    Args:
+        path: The new file.
+
+    Yields:
+        The temporary name.
 
     Raises:
-        ConfigError: something is at `path`.
+        ConfigError: `path` exists.
     """
     refuse_existing(path := Path(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,14 +89,27 @@ def unfinished_file(path: str | Path) -> Iterator[Path]:
 
 
 def chunk_of(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a chunk of fields, (..., height, width). Fields with one column are points."""
+    """Return rows and columns of a chunk of fields. Fields with one column are points.
+
+    Args:
+        shape: Shape of the fields, (..., height, width).
+    """
     return (CHUNK**2, 1) if shape[-1] == 1 else (CHUNK, CHUNK)
 
 
 def create(folder: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) -> Any:
-    """Return the array of a new file, (trajectories, times, channels, height, width), which is not a number yet.
+    """Create a file with missing values.
 
-    Several processes may open it and write parts, if each writes whole chunks (`chunk_of`), or of NetCDF in turn.
+    Several processes may open it and write parts, if each writes whole chunks (`chunk_of`). To a NetCDF file they must
+    write in turn.
+
+    Args:
+        folder: The new file, .zarr or .nc.
+        shape: (trajectories, times, channels, height, width).
+        attributes: Attributes of the file.
+
+    Returns:
+        The array of a zarr group; None for a NetCDF file.
     """
     if folder.suffix == netcdf.ENDING:
         return netcdf.create(folder, shape, attributes)
@@ -99,16 +121,21 @@ def create(folder: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) 
         dtype="float32",
         chunks=tuple(map(min, (1, 4, 1 << 30, *chunk_of(shape)), shape)),
         compressors=None,  # float32 noise in the low bits: compression saves a tenth, and costs each read
-        fill_value=np.nan,  # what a missing chunk is read as, so that it is seen
+        fill_value=np.nan,  # the value of a missing chunk, which a reader detects
         dimension_names=("trajectory", "time", "channel", "height", "width"),
     )
 
 
 def write_part(folder: Path, frames: np.ndarray, part: Part) -> None:
-    """Write all trajectories and times of a part of the grid: (trajectories, times, channels, rows, columns).
+    """Write a part of the grid for all trajectories and times.
+
+    Args:
+        folder: A file that `create` made.
+        frames: (trajectories, times, channels, rows, columns).
+        part: Rows and columns of the part.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: The part cannot be written.
     """
     if folder.suffix == netcdf.ENDING:
         return netcdf.write_part(folder, frames, partial(_placed_cells, part))
@@ -121,10 +148,13 @@ def write_part(folder: Path, frames: np.ndarray, part: Part) -> None:
 
 
 def refuse_existing(path: Path) -> None:
-    """Refuse to overwrite.
+    """Refuse to overwrite a file.
+
+    Args:
+        path: The file.
 
     Raises:
-        ConfigError: something is at `path`.
+        ConfigError: `path` exists.
     """
     if os.path.lexists(path):
         raise ConfigError(f"{path} exists already, and nothing is overwritten; give another name, or remove it")
@@ -134,8 +164,13 @@ def refuse_existing(path: Path) -> None:
 class FieldSource:
     """An open file of fields.
 
-    array: zarr's, (trajectories, times, channels, height, width); mean, std: (channels, 1, 1) float32; attributes: all
-    of the file.
+    Attributes:
+        path: Path of the file.
+        array: The fields, (trajectories, times, channels, height, width); parts are read when they are indexed.
+        channels: Names of the channels.
+        mean: Mean of each channel, (channels, 1, 1) float32.
+        std: Standard deviation of each channel, (channels, 1, 1) float32.
+        attributes: All attributes of the file.
     """
 
     path: str
@@ -147,11 +182,15 @@ class FieldSource:
 
     @classmethod
     def open(cls, path: str | Path) -> FieldSource:
-        """Return the fields at `path`; nothing but their attributes is read.
+        """Return the fields at `path`. Only their attributes are read.
+
+        Args:
+            path: A file of fields, .zarr or .nc.
 
         Raises:
-            ConfigError: no such file, no zarr group of this format and version, no NetCDF file of fields, or attributes
-                that do not fit the array; or a package is missing.
+            ConfigError: The file does not exist or is no file of fields of this version. Or its attributes do not fit
+                the
+                array, or a package is missing.
         """
         path = Path(path).expanduser()
         if not path.exists():
@@ -159,7 +198,8 @@ class FieldSource:
                 f"{path} does not exist; make it with `python -m examples.fields.make_fields --output {path}`"
             )
         array, attributes = netcdf.opened(path) if path.suffix == netcdf.ENDING else _opened(path)
-        shape, dtype = getattr(array, "shape", ()), getattr(array, "dtype", None)
+        shape = getattr(array, "shape", ())
+        dtype = getattr(array, "dtype", None)
         if len(shape) != 5 or dtype != np.float32 or not all(shape):
             raise _foreign(path, f"its array {_NAME!r} must have 5 dimensions in float32, and has {shape} in {dtype}")
         channels = attributes.get("channels", [])
@@ -190,13 +230,15 @@ class FieldSource:
 
     @cached_property
     def numbers(self) -> int:
-        """A 63-bit hash of numbers of the array, read where they are: all of them up to HASHED, else pieces.
+        """A 63-bit hash of the unscaled values of the array: of all values up to HASHED, else of pieces.
 
-        A piece has up to CHUNK rows and columns of one time, in the middle of the grid. There are up to PIECES, with
-        the same number of times of each trajectory; of more than PIECES trajectories, as many at equal distances.
+        A piece has up to CHUNK rows and columns of one time, in the middle of the grid. There are up to PIECES pieces,
+        with the same number of times for each trajectory. Of more than PIECES trajectories, PIECES at equal distances
+        are hashed.
         """
         trajectories, times, _, *grid = self.array.shape
-        which, when = range(trajectories), [slice(None)]
+        which = range(trajectories)
+        when = [slice(None)]
         rows = columns = slice(None)
         if np.prod(self.array.shape, dtype=float) > HASHED:
             which = np.linspace(0, trajectories - 1, min(trajectories, PIECES), dtype=int).tolist()
@@ -213,13 +255,18 @@ class FieldSource:
         return number_of(digest)
 
     def read(self, trajectory: int, times: slice, part: Part | None = None) -> np.ndarray:
-        """Return normalised frames (times, channels, rows, columns) of a part of the grid, by default all of it.
+        """Return normalised frames of a part of the grid, (times, channels, rows, columns).
 
         Only the chunks in which the part has cells are read.
 
+        Args:
+            trajectory: Number of the trajectory.
+            times: Times to read.
+            part: Rows and columns. None: the whole grid.
+
         Raises:
-            ConfigError: a chunk is missing or cannot be read.
-            ValueError: the part reaches beyond the grid.
+            ConfigError: A chunk is missing or cannot be read.
+            ValueError: The part reaches beyond the grid.
         """
         part = part or tuple((0, n) for n in self.grid)
         count = len(range(*times.indices(self.times)))
@@ -245,10 +292,13 @@ class FieldSource:
 def check_fields(source: FieldSource, *, lead: int, held_out: int) -> None:
     """Check that a file has frames to predict, and trajectories to train on.
 
-    lead: how many frames ahead; held_out: the number of last trajectories that are kept from training.
+    Args:
+        source: The open file.
+        lead: Frames from inputs to targets.
+        held_out: Number of last trajectories that are not trained on.
 
     Raises:
-        ConfigError: a lead below 1 or beyond the last frame, or no trajectory for training.
+        ConfigError: The lead is below 1 or beyond the last frame, or no trajectory is left for training.
     """
     if not 1 <= lead < source.times:
         raise ConfigError(
@@ -273,7 +323,8 @@ def _opened(path: Path) -> tuple[Any, dict[str, Any]]:
     """Return the array and the attributes of a zarr group of this format."""
     try:
         group = _zarr().open_group(path, mode="r")
-        attributes, array = dict(group.attrs), group.get(_NAME)
+        attributes = dict(group.attrs)
+        array = group.get(_NAME)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _foreign(path, f"no zarr group ({type(error).__name__})") from None
     if (version := attributes.get("format_version")) != FORMAT_VERSION:
@@ -314,7 +365,11 @@ def _zarr() -> ModuleType:
 
 
 def missing_package(error: ImportError) -> ConfigError:
-    """Return what to install when a package for fields is missing."""
+    """Return the error that says what to install when a package for fields is missing.
+
+    Args:
+        error: The error of the import.
+    """
     return ConfigError(
         f"fields need scipy, threadpoolctl and zarr 3 ({error}); on Python 3.11 or newer install them with "
         "pip install scipy threadpoolctl 'zarr>=3'"

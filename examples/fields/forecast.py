@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Fields of the held-out trajectories, normalised: (trajectories, steps + 1, channels, height, width).
+    """Normalised fields of the held-out trajectories, (trajectories, steps + 1, channels, height, width).
 
     Each rank has its part. The first frame of `predicted` is the true one.
     """
@@ -45,13 +45,14 @@ class Forecast:
     predicted: "DomainTensor"
 
     def errors(self) -> list[tuple[float, float]]:
-        """Return for each step the mean squared errors of (the model, persistence); a collective."""
-        first, axes = self.true[:, :1], (0, 2, 3, 4)
+        """Return the mean squared errors of (the model, persistence) for each step. A collective over all ranks."""
+        first = self.true[:, :1]
+        axes = (0, 2, 3, 4)
         model, persistence = ((self.true - other).square().mean(axes)[1:] for other in (self.predicted, first))
         return [*zip(model.local.tolist(), persistence.local.tolist(), strict=True)]
 
     def pictured(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first trajectory of truth and prediction, whole: (steps + 1, channels, ...); a collective."""
+        """Return the first trajectory of truth and of prediction, whole, (steps + 1, channels, ...). A collective."""
         from longshard.domain.transfer import gather
 
         true, predicted = (gather(x[0]).local.cpu().numpy() for x in (self.true, self.predicted))
@@ -61,8 +62,14 @@ class Forecast:
 def held_out_numbers(source: FieldSource, held_out: int, lead: int, steps: int) -> range:
     """Return the numbers of the held-out trajectories.
 
+    Args:
+        source: The open file of fields.
+        held_out: Number of held-out trajectories.
+        lead: Frames from inputs to targets.
+        steps: Number of predictions.
+
     Raises:
-        ConfigError: none is held out, or their frames are too few.
+        ConfigError: No trajectory is held out, or a trajectory has too few frames.
     """
     if not held_out:
         raise ConfigError(
@@ -76,9 +83,18 @@ def held_out_numbers(source: FieldSource, held_out: int, lead: int, steps: int) 
 def forecast(job: ResolvedJob, model: "nn.Module", dims: "ParallelDims", steps: int) -> Forecast:
     """Predict `steps` times, each time from the prediction before. Each rank reads every `lead`-th frame of its part.
 
+    Args:
+        job: The resolved job of the run.
+        model: This rank's part of the model.
+        dims: The meshes of the job.
+        steps: Number of predictions.
+
+    Returns:
+        The truth and the prediction.
+
     Raises:
-        ConfigError: as `held_out_numbers`.
-        SharedConfigError: on every rank, if one cannot read its part.
+        ConfigError: See `held_out_numbers`.
+        SharedConfigError: A rank cannot read its part. Raised on every rank.
     """
     import torch
 
@@ -86,7 +102,9 @@ def forecast(job: ResolvedJob, model: "nn.Module", dims: "ParallelDims", steps: 
     from longshard.domain.tensor import DomainTensor
     from trainer.runtime.agreement import raise_on_all_ranks
 
-    fields, source, domain = job.config.fields, fields_of(job.config), field_domain(job, dims)
+    fields = job.config.fields
+    source = fields_of(job.config)
+    domain = field_domain(job, dims)
     numbers = held_out_numbers(source, fields.held_out, fields.lead, steps)
     part = tuple(domain.ranges(2 + axis, size) for axis, size in enumerate(source.grid))
     times = slice(0, steps * fields.lead + 1, fields.lead)
@@ -103,9 +121,16 @@ def forecast(job: ResolvedJob, model: "nn.Module", dims: "ParallelDims", steps: 
 
 
 def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path, world: object) -> None:
-    """Write the predicted fields, each rank whole chunks of the grid; a collective. folder: seen by all ranks.
+    """Write the predicted fields; each rank writes whole chunks of the grid. A collective over all ranks.
 
-    All ranks write a zarr group at once, and a NetCDF file in turn.
+    All ranks write to a zarr group at once, and to a NetCDF file in turn.
+
+    Args:
+        result: The forecast.
+        source: The file of the true fields.
+        attributes: Attributes of the new file.
+        folder: The new file, in a folder that all ranks see.
+        world: Mesh of all ranks.
     """
     from longshard.domain.transfer import reshard
     from trainer.runtime.agreement import raise_on_all_ranks
@@ -126,8 +151,15 @@ def write(result: Forecast, source: FieldSource, attributes: dict, folder: Path,
 def opened_model(job: ResolvedJob, process: "Process") -> "Iterator[tuple[nn.Module, ParallelDims, ResolvedJob]]":
     """Enter a context with this rank's part of the model and its saved weights, in the process group of all ranks.
 
+    Args:
+        job: The resolved job of the run.
+        process: This rank's process.
+
+    Yields:
+        The model, the meshes, and the job on this device.
+
     Raises:
-        ConfigError: the checkpoint is damaged, or of another model.
+        ConfigError: The checkpoint is damaged, or belongs to another model.
     """
     from trainer.runtime.process_group import process_group
 
@@ -137,9 +169,13 @@ def opened_model(job: ResolvedJob, process: "Process") -> "Iterator[tuple[nn.Mod
 
 
 def draw(fields: tuple[np.ndarray, np.ndarray], channel: str, output: Path) -> None:
-    """Draw truth, prediction and their difference at some steps, of the first channel.
+    """Draw truth, prediction and their difference at some steps, for the first channel.
 
-    fields: truth and prediction, (steps + 1, channels, rows, columns); points have their places in the last channels.
+    Args:
+        fields: Truth and prediction, (steps + 1, channels, rows, columns). The last channels of points have their
+            places.
+        channel: Name of the channel.
+        output: File of the figure, .png or .svg.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -156,7 +192,8 @@ def draw(fields: tuple[np.ndarray, np.ndarray], channel: str, output: Path) -> N
         axes = figure.subplots(3, len(shown), squeeze=False)
         limit = np.abs(truth).max()
         for column, step in enumerate(shown):
-            true, predicted = truth[step], prediction[step]
+            true = truth[step]
+            predicted = prediction[step]
             rows = {"truth": true, "prediction": predicted, "difference": predicted - true}
             for row, (name, field) in enumerate(rows.items()):
                 colors = {"cmap": "RdBu_r", "vmin": -limit, "vmax": limit}
@@ -197,7 +234,7 @@ def _configuration(args: argparse.Namespace, ranks: int) -> JobConfig:
         refuse_existing(args.output)
     config = configuration(args.folder, args.step, command="forecast", task="fields")
     parallelism = replace(config.parallelism, domain_parallel_degrees=degrees)
-    fields = replace(config.fields, rows=())  # the rows of the run were for its own degrees
+    fields = replace(config.fields, rows=())  # the rows of the run belong to its own degrees
     return replace(config, parallelism=parallelism, fields=fields)
 
 
@@ -205,10 +242,12 @@ def _predicted(args: argparse.Namespace, job: ResolvedJob, process: "Process") -
     """Predict on this rank; the first one prints, draws and names the file."""
     from trainer.runtime.agreement import gather_values
 
-    source, is_first = fields_of(job.config), process.rank == 0
+    source = fields_of(job.config)
+    is_first = process.rank == 0
     with opened_model(job, process) as (model, dims, job):
         result = forecast(job, model, dims, args.steps)
-        errors, pictured = result.errors(), result.pictured() if args.picture is not None else None
+        errors = result.errors()
+        pictured = result.pictured() if args.picture is not None else None
         if args.output is not None:
             interval = source.attributes.get("interval", 1) * job.config.fields.lead
             attributes = {**source.attributes, "interval": interval}
@@ -226,10 +265,18 @@ def _predicted(args: argparse.Namespace, job: ResolvedJob, process: "Process") -
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print errors of the model and of persistence, and write the files that the options name."""
+    """Print errors of the model and of persistence, and write the files that the options name.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     from trainer.runtime.process_group import Process
 
-    args, process = parser().parse_args(argv), Process.from_environment()
+    args = parser().parse_args(argv)
+    process = Process.from_environment()
     try:
         config = _configuration(args, process.world_size)
         process = replace(process, wanted_device=config.job.device)

@@ -1,4 +1,4 @@
-"""What models of fields have in common: a feed-forward, and how their parameters are drawn."""
+"""Shared parts of models of fields: a feed-forward network, and the initial values of parameters."""
 
 import math
 
@@ -8,11 +8,17 @@ from torch import nn
 
 
 class FeedForward(nn.Module):
-    """Two linear maps with a GELU between them."""
+    """Two linear maps with a GELU between them, (..., dim) -> (..., dim).
+
+    Args:
+        dim: Width of inputs and outputs.
+        hidden_dim: Width between the linear maps.
+    """
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.w1, self.w2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)
+        self.w1 = nn.Linear(dim, hidden_dim)
+        self.w2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.gelu(self.w1(x)))
@@ -23,8 +29,15 @@ def draw_parameter(
 ) -> None:
     """Set norms to one and biases to zero; draw matrices and kernels that keep the scale of activations.
 
-    The output starts small, and so does the predicted change. ends: names of the last matrices of residual branches,
-    which are smaller with the number of branches.
+    The output starts small, and so does the predicted change.
+
+    Args:
+        name: Name of the parameter.
+        parameter: The parameter, set in place.
+        generator: Source of the random numbers.
+        ends: Ends of the names of the last matrices of residual branches, which become smaller with the number of
+            branches.
+        branches: Number of residual branches.
     """
     if parameter.ndim == 1:
         parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)

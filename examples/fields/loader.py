@@ -56,10 +56,14 @@ class FieldLoader(StreamLoader):
         part: Part | None = None,
     ) -> None:
         check_fields(source, lead=lead, held_out=held_out)
-        trajectories, self._starts = source.trajectories - held_out, source.times - lead
+        trajectories = source.trajectories - held_out
+        self._starts = source.times - lead
         samples = trajectories * self._starts
         check_streams(source.path, samples, data_streams, item="sample")
-        self._source, self._batch_size, self._lead, self._part = source, local_batch_size, lead, part
+        self._source = source
+        self._batch_size = local_batch_size
+        self._lead = lead
+        self._part = part
         self._held_out = range(trajectories, source.trajectories)
         super().__init__(samples, data_streams=data_streams, seed=seed, dp_rank=dp_rank, dp_degree=dp_degree)
 
@@ -81,9 +85,9 @@ class FieldLoader(StreamLoader):
             yield self._batch([divmod(item, self._starts) for item in items])
 
     def evaluation_samples(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield batches of all pairs of the held-out trajectories in order, the last batch as small as it comes.
+        """Yield batches of all pairs of the held-out trajectories in order; the last batch may be smaller.
 
-        Every data-parallel rank gets all of them, so that all ranks do the same number of steps.
+        Every data-parallel rank gets all pairs, so that all ranks do the same number of steps.
         """
         pairs = list(product(self._held_out, range(self._starts)))
         for first in range(0, len(pairs), self._batch_size):
@@ -99,8 +103,13 @@ class FieldLoader(StreamLoader):
 def persistence_error(source: FieldSource, lead: int, held_out: int) -> float:
     """Return the error of the forecast that nothing changes: the mean squared change of normalised held-out frames.
 
+    Args:
+        source: The open file of fields.
+        lead: Frames from inputs to targets.
+        held_out: Number of held-out trajectories.
+
     Raises:
-        ConfigError: see `check_fields`; no trajectory is held out.
+        ConfigError: See `check_fields`; or no trajectory is held out.
     """
     check_fields(source, lead=lead, held_out=held_out)
     if not held_out:

@@ -5,8 +5,8 @@
     python -m examples.fields.make_fields --output points.zarr --points 1024
 
 Each trajectory begins with random vortices and gravity waves in a doubly periodic box. The same seed gives the same
-fields. See file.py for the format. With --points the fields are those at random points, near ones one after another;
-four more channels say where they are.
+fields. See file.py for the format. With --points, the file has the fields at random points, ordered so that points near
+each other follow each other. Four more channels have the places of the points.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ if TYPE_CHECKING:
     from examples.fields.solver import ShallowWater
 
 PLACES = ["cos x", "sin x", "cos y", "sin y"]
-"""Channels of the places of points, the angles of a box that is periodic."""
+"""Channels with the places of points, as angles of a periodic box."""
 _LEAST = {"trajectories": 1, "frames": 2, "height": 8, "width": 8, "points": 0, "seed": 0}
 
 
 def make(args: argparse.Namespace) -> None:
-    """Solve and write.
+    """Solve the equations and write the fields.
+
+    Args:
+        args: The command line.
 
     Raises:
-        ConfigError: a setting is wrong, something is at the output, or a package is missing.
+        ConfigError: A setting is wrong, the output exists, or a package is missing.
     """
     for name, least in _LEAST.items():
         if (value := getattr(args, name)) < least:
@@ -58,10 +61,12 @@ def make(args: argparse.Namespace) -> None:
         "interval": args.interval,
         "seed": args.seed,
     }
-    trajectories, grid = _trajectories(equations, args), (args.height, args.width)
+    trajectories = _trajectories(equations, args)
+    grid = (args.height, args.width)
     if args.points:
         points = random_points(equations, args.points, args.seed)
-        trajectories, grid = (_at_points(equations, frames, points) for frames in trajectories), (args.points, 1)
+        trajectories = (_at_points(equations, frames, points) for frames in trajectories)
+        grid = (args.points, 1)
         attributes["channels"] += PLACES
         del attributes["spacing"]
     shape = (args.trajectories, args.frames, len(attributes["channels"]), *grid)
@@ -69,7 +74,13 @@ def make(args: argparse.Namespace) -> None:
 
 
 def random_points(equations: ShallowWater, number: int, seed: int) -> np.ndarray:
-    """Return points of the box, (number, 2) with x and y, in the order of a curve that goes through it (Morton's)."""
+    """Return random points of the box, (number, 2) with x and y, in the order of Morton's curve.
+
+    Args:
+        equations: The equations and their box.
+        number: Number of points.
+        seed: Seed of the random numbers.
+    """
     bits = np.random.Philox(np.random.SeedSequence(seed, spawn_key=(1 << 20,))).random_raw(2 * number)
     cells = (bits.reshape(number, 2) >> np.uint64(48)).astype(np.int64)
     order = sum(((cells[:, axis] >> bit) & 1) << (2 * bit + axis) for bit in range(16) for axis in range(2))
@@ -99,6 +110,14 @@ def _trajectories(equations: ShallowWater, args: argparse.Namespace) -> Iterator
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Make the fields and print their size.
+
+    Args:
+        argv: The command line. None: the process's own.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(prog="python -m examples.fields.make_fields", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="zarr group to write, such as fields.zarr")
     parser.add_argument("--trajectories", type=int, default=16, help="solutions from different initial states")
@@ -107,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=64, help="cells of the grid along x; the box has width 1")
     parser.add_argument("--points", type=int, default=0, help="random points in place of the grid (default: the grid)")
     parser.add_argument("--interval", type=float, default=0.05, help="time between frames; a gravity wave has speed 1")
-    parser.add_argument("--seed", type=int, default=0, help="of the initial states")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial states")
     args = parser.parse_args(argv)
     start = time.monotonic()
     try:

@@ -13,13 +13,18 @@ from trainer.models.model_spec import ModelSpec
 
 
 class Attention(nn.Module):
-    """Neighbourhood attention over a grid. (N, H, W, dim) -> (N, H, W, dim)."""
+    """Neighbourhood attention over a grid, (N, H, W, dim) -> (N, H, W, dim).
+
+    Args:
+        args: Sizes of the model.
+        layer: Number of the layer.
+    """
 
     def __init__(self, args: NATArgs, layer: int) -> None:
         super().__init__()
         self.head_dim = args.head_dim
         self.wq, self.wv, self.wo = (nn.Linear(args.dim, args.dim) for _ in range(3))
-        self.wk = nn.Linear(args.dim, args.dim, bias=False)  # softmax cancels what all keys have in common
+        self.wk = nn.Linear(args.dim, args.dim, bias=False)  # softmax cancels a bias that all keys share
         self.inner_attention = NeighborhoodAttention(args.kernel, dilation=args.dilation_of_layer(layer))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -29,13 +34,22 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Positions by a depthwise convolution, attention and feed-forward, each with a residual around it."""
+    """Positions by a depthwise convolution, attention and feed-forward, (N, H, W, dim) -> (N, H, W, dim).
+
+    Each has a residual around it.
+
+    Args:
+        args: Sizes of the model.
+        layer: Number of the layer.
+    """
 
     def __init__(self, args: NATArgs, layer: int) -> None:
         super().__init__()
         self.positions = nn.Conv2d(args.dim, args.dim, 3, padding=1, padding_mode="circular", groups=args.dim)
-        self.attention_norm, self.attention = nn.LayerNorm(args.dim), Attention(args, layer)
-        self.ffn_norm, self.feed_forward = nn.LayerNorm(args.dim), FeedForward(args.dim, args.hidden_dim)
+        self.attention_norm = nn.LayerNorm(args.dim)
+        self.attention = Attention(args, layer)
+        self.ffn_norm = nn.LayerNorm(args.dim)
+        self.feed_forward = FeedForward(args.dim, args.hidden_dim)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.positions(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
@@ -46,14 +60,18 @@ class Layer(nn.Module):
 class Head(nn.Linear):
     """(N, H, W, dim) -> (N, channels, H, W)."""
 
-    muon_matrices = ()  # as an output, updated by AdamW
+    muon_matrices = ()  # updated by AdamW, like other outputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).permute(0, 3, 1, 2)
 
 
 class NAT(nn.Module):
-    """The model. `forward` returns hidden states; the loss calls `output`, which makes the change of the fields."""
+    """The model. `forward` returns hidden states; the loss calls `output`, which returns the change of the fields.
+
+    Args:
+        args: Sizes of the model.
+    """
 
     def __init__(self, args: NATArgs) -> None:
         super().__init__()
@@ -64,14 +82,18 @@ class NAT(nn.Module):
         self.output = Head(args.dim, args.channels)
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
-        """fields: (N, channels, H, W) -> hidden: (N, H, W, dim)."""
+        """Return the hidden states, (N, H, W, dim).
+
+        Args:
+            fields: (N, channels, H, W).
+        """
         x = self.stem(fields).permute(0, 2, 3, 1)
         for layer in self.layers.values():
             x = layer(x)
         return self.norm(x)
 
     def init_buffers(self, device: torch.device) -> None:
-        """No buffers."""
+        """Do nothing: the model has no buffers."""
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         ends = ("attention.wo.weight", "feed_forward.w2.weight")

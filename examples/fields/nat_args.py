@@ -25,9 +25,9 @@ class NATArgs:
     n_layers: int = 8
     n_heads: int = 8
     kernel: int = 7
-    """Points along each axis that a point sees, itself included."""
+    """Neighbours along each axis that a point sees, including itself."""
     dilation: int = 4
-    """Of every second layer: the points that it sees are so far apart."""
+    """Distance between neighbours in every second layer."""
     hidden_dim: int = 1024
     channels: int = 0
     height: int = 0
@@ -38,7 +38,11 @@ class NATArgs:
         return self.dim // self.n_heads
 
     def dilation_of_layer(self, layer: int) -> int:
-        """Return how far apart the points are that a point sees in this layer."""
+        """Return the distance between the neighbours that a point sees in a layer.
+
+        Args:
+            layer: Number of the layer.
+        """
         return self.dilation if layer % 2 else 1
 
     def for_fields(self, channels: int, height: int, width: int) -> "NATArgs":
@@ -54,7 +58,7 @@ class NATArgs:
         return {"attention heads": self.n_heads, "feed-forward channels": self.hidden_dim}
 
     def linear_elements(self) -> int:
-        """Return the weights of the linear modules of a layer, without biases."""
+        """Return the number of weights of the linear modules of a layer, without biases."""
         return 4 * self.dim**2 + 2 * self.dim * self.hidden_dim
 
     def n_params(self) -> int:
@@ -63,7 +67,11 @@ class NATArgs:
         return self.n_layers * layer + stem + 2 * self.dim + self.channels * (self.dim + 1)
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
-        """Return FLOPs per point of the grid, twice: of attention what a point sees is counted."""
+        """Return FLOPs per point of the grid, twice: attention counts only the neighbours that a point sees.
+
+        Args:
+            seq_len: Not used: neighbourhoods do not grow with the grid.
+        """
         attention = 12.0 * self.n_layers * self.dim * self.kernel**2
         matrices = self.n_layers * (self.linear_elements() + 9 * self.dim) + self.channels * self.dim * 10
         return attention + 6.0 * matrices, attention + 6.0 * matrices

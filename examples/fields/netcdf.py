@@ -18,7 +18,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 
 Places = tuple[slice, slice, slice, slice]
-"""Rows and columns in a part, then in the grid."""
+"""Rows and columns in the part, then rows and columns in the grid."""
 
 ENDING = ".nc"
 _DIMS = ("trajectory", "time", "height", "width")
@@ -30,7 +30,11 @@ _STATISTICS = "python -m examples.fields.netcdf"
 
 @dataclass(frozen=True)
 class Variables:
-    """Variables as one array (trajectories, times, channels, height, width) in float32; see `file.FieldSource`."""
+    """Variables as one array (trajectories, times, channels, height, width) in float32; see `file.FieldSource`.
+
+    Attributes:
+        variables: Variables of xarray, one for each channel.
+    """
 
     variables: Sequence[Any]
 
@@ -43,7 +47,11 @@ class Variables:
         return *before, len(self.variables), height, width
 
     def __getitem__(self, index: tuple[int, slice, slice, slice, slice]) -> np.ndarray:
-        """Return (times, channels, rows, columns) of a trajectory. Channels are taken whole."""
+        """Return frames of a trajectory, (times, channels, rows, columns), with all channels.
+
+        Args:
+            index: Trajectory, times, channels (ignored), rows and columns.
+        """
         trajectory, times, _, rows, columns = index
         before = (trajectory,) if self.variables[0].ndim == 4 else ()
         where = (*before, times, rows, columns)
@@ -53,15 +61,26 @@ class Variables:
 class Moments:
     """Mean and standard deviation of numbers that come in parts (Chan, Golub and LeVeque, 1983).
 
-    mean: of each channel, (channels,) float64.
+    Args:
+        channels: Number of channels.
+
+    Attributes:
+        mean: Mean of each channel, (channels,) float64.
     """
 
     def __init__(self, channels: int) -> None:
-        self.mean, self._squares, self._count = np.zeros(channels), np.zeros(channels), 0
+        self.mean = np.zeros(channels)
+        self._squares = np.zeros(channels)
+        self._count = 0
 
     def add(self, part: np.ndarray) -> None:
-        """Add numbers, (channels, n)."""
-        before, here = self._count, part.shape[1]
+        """Add numbers.
+
+        Args:
+            part: (channels, n).
+        """
+        before = self._count
+        here = part.shape[1]
         mean = part.mean(1, dtype=np.float64)
         difference = mean - self.mean
         self._count = before + here
@@ -75,10 +94,17 @@ class Moments:
 
 
 def opened(path: Path) -> tuple[Variables, dict[str, Any]]:
-    """Return the variables of a file, and attributes with names, means and standard deviations of its channels.
+    """Open a file of fields.
+
+    Args:
+        path: The NetCDF file.
+
+    Returns:
+        The variables, and the attributes with names, means and standard deviations of the channels.
 
     Raises:
-        ConfigError: no NetCDF file, no variables of one shape that are fields, or no statistics; or xarray is missing.
+        ConfigError: The file is no NetCDF file, its fields have different dimensions or no statistics, or xarray is
+            missing.
     """
     try:
         data, fields = _open(path)
@@ -107,9 +133,13 @@ def opened(path: Path) -> tuple[Variables, dict[str, Any]]:
 
 
 def create(path: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) -> None:
-    """Make a file for fields, (trajectories, times, channels, height, width), that are not numbers yet.
+    """Create a file for fields with missing values.
 
-    attributes: `channels`, `mean` and `std` go to the variables; of others, those that are texts or numbers are kept.
+    Args:
+        path: The new file.
+        shape: (trajectories, times, channels, height, width).
+        attributes: `channels`, `mean` and `std` go to the variables. Other attributes are kept if they are texts or
+            numbers.
     """
     trajectories, times, _, height, width = shape
     sizes = dict(zip(_DIMS, (trajectories, times, height, width), strict=True))
@@ -122,12 +152,15 @@ def create(path: Path, shape: tuple[int, ...], attributes: Mapping[str, Any]) ->
 
 
 def write_part(path: Path, frames: np.ndarray, places: Callable[[tuple[int, int]], Iterable[Places]]) -> None:
-    """Write parts of the grid of all trajectories and times; one process at a time.
+    """Write a part of the grid for all trajectories and times. One process at a time may write.
 
-    frames: (trajectories, times, channels, rows, columns); places: takes the sizes of the grid.
+    Args:
+        path: A file that `create` made.
+        frames: (trajectories, times, channels, rows, columns).
+        places: Returns the places of the part's rectangles for the sizes of the grid.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: The part cannot be written.
     """
     try:
         with _packages()[1].File(path, "a") as file:
@@ -139,10 +172,16 @@ def write_part(path: Path, frames: np.ndarray, places: Callable[[tuple[int, int]
 
 
 def add_statistics(path: Path) -> dict[str, tuple[float, float]]:
-    """Add the attributes mean and std to the variables that are fields; one time after another is read.
+    """Add the attributes mean and std to the variables that are fields. One time after another is read.
+
+    Args:
+        path: The NetCDF file.
+
+    Returns:
+        Mean and standard deviation by the name of the variable.
 
     Raises:
-        ConfigError: a cell is not finite.
+        ConfigError: A cell is not finite.
     """
     data, fields = _open(path)
     statistics_by_name = {}
@@ -162,8 +201,9 @@ def add_statistics(path: Path) -> dict[str, tuple[float, float]]:
 
 
 def _check_times(path: Path, dims: tuple[str, ...]) -> None:
-    """Check by their names that the dimension of times is the third from the last."""
-    third, others = str(dims[-3]).lower(), {str(name).lower() for name in dims[:-3] + dims[-2:]}
+    """Check by their names that the third dimension from the last has the times."""
+    third = str(dims[-3]).lower()
+    others = {str(name).lower() for name in dims[:-3] + dims[-2:]}
     if third in _LEVELS or (others & _TIMES and third not in _TIMES | _LEADS):
         raise ConfigError(
             f"{path} has variables with the dimensions ({', '.join(map(str, dims))}), and {dims[-3]} would be read as "
@@ -199,7 +239,14 @@ def _open(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Add statistics to the files that are named, and print them."""
+    """Add statistics to the named files, and print them.
+
+    Args:
+        argv: Paths of the files. None: the command line.
+
+    Returns:
+        The exit code.
+    """
     paths = sys.argv[1:] if argv is None else argv
     if not paths or paths[0].startswith("-"):
         print(__doc__, end="")

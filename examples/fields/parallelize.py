@@ -21,7 +21,12 @@ from trainer.transforms.compile import apply_compile
 
 
 def field_domain(job: ResolvedJob, dims: ParallelDims) -> Domain:
-    """Return the domain of the job's fields, (B, C, height, width)."""
+    """Return the domain of the job's fields, (B, C, height, width).
+
+    Args:
+        job: The resolved job.
+        dims: The meshes of the job.
+    """
     groups = [dims[name].get_group() for name in dims.degrees.domain_axes]
     return Domain({2 + i: Axis(*pair) for i, pair in enumerate(zip(job.details, groups, strict=True))})
 
@@ -31,13 +36,18 @@ def parallelize_fields(
 ) -> None:
     """Apply domain and tensor parallelism, activation checkpointing, compilation, and data parallelism.
 
-    sharded: linear modules of a layer -> the dimension of their weight that tensor parallelism shards.
+    Args:
+        model: The model, on meta.
+        dims: The meshes of the job.
+        job: The resolved job.
+        sharded: Linear modules of a layer, and the dimension of their weights that tensor parallelism shards.
 
     Raises:
-        DomainOperatorError: the model calls a function that is not handled on sharded fields.
+        DomainOperatorError: The model calls a function without a rule for sharded fields.
     """
     domain = field_domain(job, dims)
-    args, batch = model.args, job.config.training.local_batch_size
+    args = model.args
+    batch = job.config.training.local_batch_size
     shape = domain.local_shape((batch, args.channels, args.height, args.width))
     fields = DomainTensor(torch.empty(shape, dtype=next(model.parameters()).dtype, device="meta"), domain)
     dry_run(model.output, parallelize(model, fields))
@@ -48,12 +58,13 @@ def parallelize_fields(
     blocks = list(model.layers.values())
     apply_activation_checkpoint(model.layers, job.config.activation_checkpoint)
     apply_compile(model.layers, job.compilation)
-    options, group = DataParallelOptions.of(job), dims.own_group("dp_shard_cp", REDUCE_SCATTER)
+    options = DataParallelOptions.of(job)
+    group = dims.own_group("dp_shard_cp", REDUCE_SCATTER)
     apply_data_parallel(model, Units(blocks, model.output), dims.parameter_mesh, options, group)
 
 
 def _shard_linear(linear: nn.Linear, mesh: DeviceMesh, dim: int) -> None:
-    """Shard outputs (dim 0) or inputs (dim 1) of a linear module; the rule of `linear` does the rest."""
+    """Shard outputs (dim 0) or inputs (dim 1) of a linear module; the domain's rule of `linear` does the rest."""
     linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [Shard(dim)], src_data_rank=None))
     if linear.bias is not None:
         placement = Shard(0) if dim == 0 else Replicate()

@@ -51,16 +51,21 @@ class PointsArgs:
         return {}
 
     def linear_elements(self) -> int:
-        """Return the weights of the linear modules of a layer, without biases."""
+        """Return the number of weights of the linear modules of a layer, without biases."""
         return self.dim * (11 * self.dim + PLACES + self.slices)
 
     def n_params(self) -> int:
         layer = self.linear_elements() + 14 * self.dim + self.slices
-        stem, output = self.dim * (self.channels + 1), (self.channels - PLACES) * (self.dim + 1)
+        stem = self.dim * (self.channels + 1)
+        output = (self.channels - PLACES) * (self.dim + 1)
         return self.n_layers * layer + stem + 2 * self.dim + output
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
-        """Return FLOPs per point, twice: with the weights of each neighbour, and the sums of slices."""
+        """Return FLOPs per point, twice. The weights of each neighbour and the sums of slices are included.
+
+        Args:
+            seq_len: Not used: neighbours and slices do not grow with the number of points.
+        """
         layer = 10 * self.dim + self.neighbors * (self.dim + PLACES) + 3 * self.slices
         flops = 6.0 * self.dim * (self.n_layers * layer + 2 * self.channels - PLACES)
         return flops, flops

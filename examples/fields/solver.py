@@ -5,7 +5,7 @@
     dh/dt = -d/dx ((H + h) u) - d/dy ((H + h) v) - nu laplacian^2 h
 
 u and v are velocities along the width (x) and the height (y), h is the elevation above the mean depth H. The state is
-its Fourier coefficients up to two thirds of the largest wavenumber, so that products of two fields have no aliases
+the Fourier coefficients up to two thirds of the largest wavenumber, so that products of two fields have no aliases
 (Orszag 1971). SciPy's adaptive DOP853 integrates. The mean of h does not change: mass is conserved to rounding.
 """
 
@@ -22,16 +22,23 @@ from threadpoolctl import threadpool_limits
 from trainer.config.errors import ConfigError
 
 CHANNELS = ("u", "v", "h")
-_DAMPING = 10.0  # rate at the smallest wave that is kept
+_DAMPING = 10.0  # rate at the smallest kept wave
 _SCALE, _WIDTH = 4.0, 1.5  # waves of an initial state in a box of length 1: mean number, standard deviation
 
 
 @dataclass(frozen=True)
 class ShallowWater:
-    """The equations on a grid of `height` x `width` square cells; the box has width 1.
+    """The equations on a grid of square cells; the box has width 1.
 
-    viscosity: nu, of the biharmonic damping; None: the smallest wave that is kept decays at rate 10.
     With the defaults, gravity waves have speed 1, and the deformation radius is a tenth of the box.
+
+    Attributes:
+        height: Cells along y.
+        width: Cells along x.
+        gravity: g.
+        depth: H, the mean depth.
+        coriolis: f.
+        viscosity: nu of the biharmonic damping. None: the smallest kept wave decays at rate 10.
     """
 
     height: int = 64
@@ -60,7 +67,7 @@ class ShallowWater:
         return kx, ky
 
     def kept(self) -> np.ndarray:
-        """Return which coefficients (height, width // 2 + 1) are kept: those below two thirds of the largest one."""
+        """Return which coefficients are kept, (height, width // 2 + 1): up to two thirds of the largest wavenumber."""
         kx, ky = self.wavenumbers()
         limit = 2 * np.pi / (3 * self.spacing) * (1 - 1e-9)
         return (np.abs(kx) < limit) & (np.abs(ky) < limit)
@@ -69,17 +76,21 @@ class ShallowWater:
 def solve(
     equations: ShallowWater, initial: np.ndarray, times: Sequence[float], *, tolerance: float = 1e-6
 ) -> np.ndarray:
-    """Return the states (times, 3, height, width) in float64 at ascending times, the first one at its initial state.
+    """Return the states at ascending times, (times, 3, height, width) in float64.
 
-    initial: (3, height, width); what the grid cannot carry without aliases is cut off. tolerance: error of a step,
-    relative to each coefficient; below a hundredth of the tolerance a coefficient counts as that large.
+    Args:
+        equations: The equations.
+        initial: State at the first time, (3, height, width). Waves that would have aliases on the grid are removed.
+        times: The ascending times.
+        tolerance: Largest error of a step, relative to each coefficient. A coefficient below a hundredth of the
+            tolerance counts as that large.
 
     Raises:
-        ConfigError: the step size has become too small, because the solution is no longer smooth.
+        ConfigError: The step size has become too small, because the solution is no longer smooth.
     """
     shape = (equations.height, equations.width)
     start = rfft2(initial, norm="forward") * equations.kept()
-    # Its small products gain nothing by threads; on a busy machine threads make them ten times slower.
+    # Threads do not speed up its small products; on a busy machine they make them ten times slower.
     with threadpool_limits(1, user_api="blas"):
         result = solve_ivp(
             _Tendency(equations),
@@ -99,12 +110,14 @@ def solve(
 
 
 class _Tendency:
-    """The right-hand side, as a function of time and coefficients (3 * height * (width // 2 + 1),)."""
+    """The right-hand side, a function of time and of the coefficients, (3 * height * (width // 2 + 1),)."""
 
     def __init__(self, equations: ShallowWater) -> None:
         kx, ky = equations.wavenumbers()
-        self._equations, self._shape = equations, (equations.height, equations.width)
-        self._ikx, self._iky = 1j * kx, 1j * ky
+        self._equations = equations
+        self._shape = (equations.height, equations.width)
+        self._ikx = 1j * kx
+        self._iky = 1j * ky
         self._damping = equations.nu * (kx**2 + ky**2) ** 2
         self._kept = equations.kept()
 
@@ -113,7 +126,8 @@ class _Tendency:
         waves = state.reshape(3, *self._kept.shape)
         curl = self._ikx * waves[1] - self._iky * waves[0]
         u, v, h, zeta = irfft2(np.stack([*waves, curl]), s=self._shape, norm="forward")
-        spin, depth = zeta + at.coriolis, at.depth + h
+        spin = zeta + at.coriolis
+        depth = at.depth + h
         products = [spin * v, -spin * u, at.gravity * h + (u * u + v * v) / 2, depth * u, depth * v]
         turn_u, turn_v, head, flux_x, flux_y = rfft2(np.stack(products), norm="forward")
         change = np.stack(
@@ -123,19 +137,31 @@ class _Tendency:
 
 
 def at_points(equations: ShallowWater, states: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """Return states (..., height, width) at points (N, 2), x and y in the box: (..., N), exact by their waves."""
+    """Return states at points, (..., N). The values are exact, because the waves are evaluated at the points.
+
+    Args:
+        equations: The equations and their box.
+        states: (..., height, width).
+        points: x and y in the box, (N, 2).
+    """
     waves = np.fft.fft2(states, norm="forward")
-    height, width = equations.height * equations.spacing, equations.width * equations.spacing
+    height = equations.height * equations.spacing
+    width = equations.width * equations.spacing
     sizes = ((points[:, 1] / height, equations.height), (points[:, 0] / width, equations.width))
     along_y, along_x = (np.exp(2j * np.pi * place[:, None] * np.fft.fftfreq(n, 1 / n)) for place, n in sizes)
     return np.einsum("...nw,nw->...n", np.einsum("nh,...hw->...nw", along_y, waves, optimize=True), along_x).real
 
 
 def initial_state(equations: ShallowWater, seed: int, trajectory: int) -> np.ndarray:
-    """Return a random smooth state (3, height, width): vortices in geostrophic balance, and free gravity waves.
+    """Return a random smooth state, (3, height, width): vortices in geostrophic balance, and free gravity waves.
 
     The flow has a root-mean-square speed of 0.15, and the free waves an elevation of 0.08. The numbers come from raw
-    bits, which numpy keeps from version to version.
+    bits, which do not change between versions of numpy.
+
+    Args:
+        equations: The equations.
+        seed: Seed of all trajectories.
+        trajectory: Number of the trajectory.
     """
     kx, ky = equations.wavenumbers()
     k = np.sqrt(kx**2 + ky**2) / (2 * np.pi)
@@ -155,7 +181,12 @@ def initial_state(equations: ShallowWater, seed: int, trajectory: int) -> np.nda
 
 
 def energy(equations: ShallowWater, state: np.ndarray) -> np.ndarray:
-    """Return the mean energy of states (..., 3, height, width) for each unit of area, kinetic and potential."""
+    """Return the mean kinetic and potential energy of states for each unit of area, (...).
+
+    Args:
+        equations: The equations.
+        state: (..., 3, height, width).
+    """
     u, v, h = np.moveaxis(state, -3, 0)
     density = (equations.depth + h) * (u**2 + v**2) / 2 + equations.gravity * h**2 / 2
     return density.mean((-2, -1))

@@ -16,8 +16,10 @@ from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, TaskDecisions,
 class FieldArgs(ModelArgs, Protocol):
     """Arguments of a model of fields (channels, height, width).
 
-    axes: what ranks may divide, height first. compiles: whether torch.compile takes its layers. assumed_shape: of
-    fields that are not at hand.
+    Attributes:
+        axes: Axes that ranks may divide, height first.
+        compiles: Whether torch.compile supports its layers.
+        assumed_shape: Shape that is assumed if the fields are not on this machine.
     """
 
     axes: tuple[str, ...]
@@ -31,20 +33,35 @@ class FieldArgs(ModelArgs, Protocol):
     def for_fields(self, channels: int, height: int, width: int) -> "FieldArgs":
         """Return the arguments for fields of this shape.
 
+        Args:
+            channels: Channels of the fields.
+            height: Rows of the fields, or number of points.
+            width: Columns of the fields; 1 for points.
+
         Raises:
-            ConfigError: sizes that the model cannot have.
+            ConfigError: The model does not support these sizes.
         """
 
 
 class FieldSpec(TaskSpec):
     """Fields: the state some frames later is the target."""
 
-    name, module = "fields", "examples.fields.task:FieldTask"
-    data, positions, position, sample = "fields", "points", "pts", "field"
+    name = "fields"
+    module = "examples.fields.task:FieldTask"
+    data = "fields"
+    positions = "points"
+    position = "pts"
+    sample = "field"
     command = "python -m examples.fields.forecast {}"
 
     def model(self, config: JobConfig, flavor: FieldArgs, missing: list[str] | None) -> FieldArgs:
-        """Return the arguments for the shape of the fields, or of an assumed shape if they are elsewhere."""
+        """Return the arguments for the shape of the fields; without the fields, for an assumed shape.
+
+        Args:
+            config: Configuration of the job.
+            flavor: Sizes of the model.
+            missing: Gets the error if the fields are not on this machine. None: raise the error.
+        """
         try:
             source = fields_of(config)
         except MissingFile as error:
@@ -65,8 +82,11 @@ class FieldSpec(TaskSpec):
         return job.model.height * job.model.width
 
     def memory(self, job: ResolvedJob) -> RankMemory:
-        degrees, training, model = job.degrees, job.config.training, job.model
-        stored, compute = ITEMSIZE[training.dtype], ITEMSIZE[job.compute_dtype]
+        degrees = job.degrees
+        training = job.config.training
+        model = job.model
+        stored = ITEMSIZE[training.dtype]
+        compute = ITEMSIZE[job.compute_dtype]
         local = math.ceil(math.ceil(model.n_params() / degrees.tp) / (degrees.dp_shard * degrees.cp))
         layouts: Sequence[AxisLayout] = job.details
         share = math.prod(max(map(axis.local_length, range(axis.degree))) / axis.length for axis in layouts)
@@ -78,7 +98,9 @@ class FieldSpec(TaskSpec):
         )
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
-        model, fields, training = job.model, job.config.fields, job.config.training
+        model = job.model
+        fields = job.config.fields
+        training = job.config.training
         streams = f", in {training.data_streams} streams" if training.data_streams else ""
         grid = " x ".join(map(str, (model.height, model.width)[: len(model.axes)]))
         data = (
@@ -95,10 +117,13 @@ class FieldSpec(TaskSpec):
 
 
 def fields_of(config: JobConfig) -> FieldSource:
-    """Return the configured fields; only their attributes are read.
+    """Return the configured fields. Only their attributes are read.
+
+    Args:
+        config: Configuration of the job.
 
     Raises:
-        ConfigError: there are none, or they cannot be used.
+        ConfigError: No fields are configured, or they cannot be used.
     """
     path = config.training.dataset_path
     if not path:
@@ -112,17 +137,21 @@ def fields_of(config: JobConfig) -> FieldSource:
 def check_samples(config: JobConfig) -> None:
     """Check that the fields have samples for every data stream.
 
+    Args:
+        config: Configuration of the job.
+
     Raises:
-        ConfigError: they have not, or cannot be used.
+        ConfigError: There are too few samples, or the fields cannot be used.
     """
-    source, fields = fields_of(config), config.fields
+    source = fields_of(config)
+    fields = config.fields
     check_fields(source, lead=fields.lead, held_out=fields.held_out)
     samples = (source.trajectories - fields.held_out) * (source.times - fields.lead)
     check_streams(source.path, samples, config.training.data_streams, item="sample")
 
 
 def _check_features(config: JobConfig, model: FieldArgs) -> None:
-    """Refuse sequences or layers to divide, matrices that the model does not have, and float8."""
+    """Refuse degrees that divide sequences or layers, unsupported tensor parallelism and compilation, and float8."""
     parallelism = config.parallelism
     if parallelism.context_parallel_degree > 1 and not parallelism.domain_parallel_degrees:
         raise ConfigError(
@@ -149,8 +178,9 @@ def _check_features(config: JobConfig, model: FieldArgs) -> None:
 
 
 def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
-    """Return which rank has which rows of each axis that is divided."""
-    degrees, rows = config.parallelism.domain_parallel_degrees, config.fields.rows
+    """Return the rows of each rank, for each divided axis."""
+    degrees = config.parallelism.domain_parallel_degrees
+    rows = config.fields.rows
     if len(degrees) > len(model.axes):
         raise ConfigError(
             f"parallelism.domain_parallel_degrees = {list(degrees)} has {len(degrees)} entries, and model.name = "
@@ -173,6 +203,7 @@ def _layouts(config: JobConfig, model: FieldArgs) -> tuple[AxisLayout, ...]:
 
 
 def _sized_rows(text: str, degree: int, length: int, axis: str) -> AxisLayout:
+    """Return the layout with the configured rows of each rank."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words) or len(words) != degree or sum(map(int, words)) != length:
         even = ",".join(str(contiguous(length, degree).local_length(rank)) for rank in range(degree))

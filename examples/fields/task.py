@@ -20,14 +20,21 @@ from trainer.transforms.compile import compiled_loss
 
 
 class FieldTask:
-    """A batch has inputs and targets, (B, C, h, w): this rank's part of them; and the numbers of its samples.
+    """The task of fields: the model predicts the change from inputs to targets.
 
-    The model predicts the change from inputs to targets. The loss of a position is the squared error of a channel at a
-    point, of fields that are normalised by mean and deviation of their channel.
+    A batch has this rank's part of inputs and targets, (B, C, h, w), and the numbers of its samples. Fields are
+    normalised by mean and standard deviation of their channel. The loss of a position is the squared error of a channel
+    at a point.
+
+    Args:
+        job: The resolved job.
+        dims: The meshes of the job.
     """
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
-        self.job, self.config, self.dims = job, job.config, dims
+        self.job = job
+        self.config = job.config
+        self.dims = dims
         self.domain = field_domain(job, dims)
         self.squared_errors = compiled_loss(squared_errors, job.compilation)
 
@@ -35,7 +42,8 @@ class FieldTask:
         return raise_on_all_ranks(self._open_loader, self.dims["world"])
 
     def _open_loader(self) -> FieldLoader:
-        training, model = self.config.training, self.job.model
+        training = self.config.training
+        model = self.job.model
         return FieldLoader(
             fields_of(self.config),
             lead=self.config.fields.lead,
@@ -72,6 +80,11 @@ class FieldTask:
 
 
 def squared_errors(outputs: DomainTensor, targets: DomainTensor) -> torch.Tensor:
-    """Return the squared error of each channel at each point of this rank: (B, positions)."""
+    """Return the squared error of each channel at each point of this rank, (B, positions).
+
+    Args:
+        outputs: Predicted change, (B, C, height, width).
+        targets: True change, (B, C, height, width).
+    """
     # In the layout of the targets; the outputs may have another layout.
     return (targets - outputs.to(targets.dtype)).local.square().flatten(1)

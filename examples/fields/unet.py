@@ -11,17 +11,32 @@ from trainer.models.model_spec import ModelSpec
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Conv2d:
-    """Return a convolution on a periodic grid, which keeps it, or with stride 2 halves it."""
+    """Return a convolution on a periodic grid. It keeps the size of the grid, or halves it with stride 2.
+
+    Args:
+        inputs: Channels of the input.
+        outputs: Channels of the output.
+        kernel: Size of the kernel.
+        stride: 1 or 2.
+    """
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, padding_mode="circular")
 
 
 class Block(nn.Module):
-    """Two convolutions, each behind a norm, with a residual around them. (N, inputs, H, W) -> (N, outputs, H, W)."""
+    """Two convolutions, each after a norm, with a residual around them, (N, inputs, H, W) -> (N, outputs, H, W).
+
+    Args:
+        inputs: Channels of the input.
+        outputs: Channels of the output.
+        groups: Groups of channels of a norm.
+    """
 
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(groups, inputs), convolution(inputs, outputs)
-        self.norm2, self.conv2 = nn.GroupNorm(groups, outputs), convolution(outputs, outputs)
+        self.norm1 = nn.GroupNorm(groups, inputs)
+        self.conv1 = convolution(inputs, outputs)
+        self.norm2 = nn.GroupNorm(groups, outputs)
+        self.conv2 = convolution(outputs, outputs)
         self.skip = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +45,12 @@ class Block(nn.Module):
 
 
 class Down(nn.Module):
-    """A level on the way down: a convolution that halves the grid, but on the first level, and blocks."""
+    """A level on the way down: a convolution that halves the grid (except on the first level), and blocks.
+
+    Args:
+        args: Sizes of the model.
+        level: Number of the level.
+    """
 
     def __init__(self, args: UNetArgs, level: int) -> None:
         super().__init__()
@@ -43,7 +63,12 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """A level on the way up: twice the grid, put together with the level on the way down, and blocks."""
+    """A level on the way up: it doubles the grid, joins the level on the way down, and runs blocks.
+
+    Args:
+        args: Sizes of the model.
+        level: Number of the level.
+    """
 
     def __init__(self, args: UNetArgs, level: int) -> None:
         super().__init__()
@@ -58,7 +83,11 @@ class Up(nn.Module):
 
 
 class UNet(nn.Module):
-    """The model. `forward` returns hidden states; the loss calls `output`, which makes the change of the fields."""
+    """The model. `forward` returns hidden states; the loss calls `output`, which returns the change of the fields.
+
+    Args:
+        args: Sizes of the model.
+    """
 
     def __init__(self, args: UNetArgs) -> None:
         super().__init__()
@@ -71,8 +100,13 @@ class UNet(nn.Module):
         self.output = convolution(args.widths[0], args.channels)
 
     def forward(self, fields: torch.Tensor) -> torch.Tensor:
-        """fields: (N, channels, H, W) -> hidden: (N, widths[0], H, W)."""
-        x, skips = self.stem(fields), []
+        """Return the hidden states, (N, widths[0], H, W).
+
+        Args:
+            fields: (N, channels, H, W).
+        """
+        x = self.stem(fields)
+        skips = []
         for number, layer in self.layers.items():
             if int(number) < len(self.args.widths):
                 x = layer(x)
@@ -82,7 +116,7 @@ class UNet(nn.Module):
         return F.silu(self.norm(x))
 
     def init_buffers(self, device: torch.device) -> None:
-        """No buffers."""
+        """Do nothing: the model has no buffers."""
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
         draw_parameter(name, parameter, generator)

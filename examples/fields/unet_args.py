@@ -12,7 +12,14 @@ from trainer.config.errors import ConfigError
 
 
 class Convolution(NamedTuple):
-    """A convolution of the model: channels in and out, kernel size, and how often its result's grid was halved."""
+    """A convolution of the model.
+
+    Attributes:
+        inputs: Channels of the input.
+        outputs: Channels of the output.
+        kernel: Size of the kernel.
+        level: How often the grid of the result was halved.
+    """
 
     inputs: int
     outputs: int
@@ -77,7 +84,7 @@ class UNetArgs:
                 yield Convolution(first, width, 1, level)
 
     def _norms(self) -> int:
-        """Return the number of parameters of norms: two norms a block, and the last one."""
+        """Return the number of parameters of the norms: two norms in each block, and the last norm."""
         down = sum(self.blocks * 4 * width for width in self.widths)
         up = sum(self.blocks * 4 * width + 2 * width for width in self.widths[:-1])  # the first norm has 2 * width
         return down + up + 2 * self.widths[0]
@@ -89,7 +96,11 @@ class UNetArgs:
         return sum(c.outputs * (c.inputs * c.kernel**2 + 1) for c in self.convolutions()) + self._norms()
 
     def flops_per_token(self, seq_len: int) -> tuple[float, float]:
-        """Return FLOPs per point of the grid, twice: it has no attention."""
+        """Return FLOPs per point of the grid, twice: the model has no attention.
+
+        Args:
+            seq_len: Not used.
+        """
         flops = sum(6.0 * math.prod(c[:2]) * c.kernel**2 / 4**c.level for c in self.convolutions())
         return flops, flops
 

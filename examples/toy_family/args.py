@@ -43,7 +43,11 @@ class ToyArgs:
         return None
 
     def layer(self, number: int) -> Layer:
-        """Return the record of each layer: the trainer asks it for shapes, parameters and FLOPs."""
+        """Return the record of a layer, by which the trainer computes shapes, parameters and FLOPs.
+
+        Args:
+            number: Number of the layer.
+        """
         attention = AttentionArgs(self.n_heads, self.n_kv_heads, self.head_dim, bias=True, output_bias=True)
         return Layer(attention, DenseArgs(self.hidden_dim, bias=True), NormArgs("layernorm"))
 

@@ -14,7 +14,10 @@ from trainer.parallel.tensor_parallel import Styles, tokens_divided
 class ToyBlock(nn.Module):
     """Pre-norm attention and feed-forward, with a penalty on large hidden states.
 
-    After each step `bias` (dim,) moves towards as many positive channels as negative ones.
+    After each step, `bias`, (dim,), moves so that channels become positive as often as negative.
+
+    Args:
+        args: Sizes of the model.
     """
 
     def __init__(self, args: ToyArgs) -> None:
@@ -43,7 +46,11 @@ class ToyBlock(nn.Module):
 
 
 class ToyDecoder(nn.Module):
-    """A decoder of toy blocks, with an embedding and an output."""
+    """A decoder of toy blocks, with an embedding and an output.
+
+    Args:
+        args: Sizes of the model.
+    """
 
     def __init__(self, args: ToyArgs) -> None:
         super().__init__()
@@ -75,5 +82,11 @@ class ToyDecoder(nn.Module):
             layer.counts = torch.zeros_like(layer.counts, device=device)
 
     def init_parameter(self, name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
-        """Draw biases, too: zeros would hide wrong handling of biases."""
+        """Draw a parameter. Biases are drawn too: zeros would hide wrong handling of biases.
+
+        Args:
+            name: Name of the parameter.
+            parameter: The parameter, set in place.
+            generator: Source of the random numbers.
+        """
         parameter.normal_(1.0 if "norm.weight" in name else 0.0, 0.1, generator=generator)

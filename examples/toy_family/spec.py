@@ -1,4 +1,4 @@
-"""The toy family, as the registry finds it."""
+"""The specification of the toy family, which the registry loads."""
 
 from collections.abc import Sequence
 
@@ -15,10 +15,16 @@ from trainer.parallel.parallel_dims import ParallelDims
 
 
 class ChannelBalance(Observer):
-    """Moves the biases by the share of positive channels in the whole batch."""
+    """Moves the biases by the share of positive channels in the whole batch.
+
+    Args:
+        parts: This rank's parts of the model.
+        dims: The meshes of the job.
+    """
 
     def __init__(self, parts: Sequence[ToyDecoder], dims: ParallelDims) -> None:
-        self.layers, self.dims = [layer for part in parts for layer in part.layers.values()], dims
+        self.layers = [layer for part in parts for layer in part.layers.values()]
+        self.dims = dims
 
     def end_step(self, left_out: torch.Tensor) -> None:
         for layer in self.layers:
@@ -28,7 +34,12 @@ class ChannelBalance(Observer):
 
 
 def hf_tensor(args: ToyArgs, name: str) -> HFTensor:
-    """Another name; the matrices of attention are transposed."""
+    """Return the name of a tensor in Hugging Face's files. The matrices of attention are transposed there.
+
+    Args:
+        args: Sizes of the model.
+        name: Name of the tensor here.
+    """
     if ".attention.w" in name and name.endswith(".weight"):
         return HFTensor(f"toy.{name}", torch.t, torch.t)
     return HFTensor(f"toy.{name}")

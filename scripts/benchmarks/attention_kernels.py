@@ -25,7 +25,7 @@ from longshard.sharding.errors import OptionError
 RELATIONS = {"full": Relation.FULL, "causal": Relation.CAUSAL}
 KERNELS = [kernel.name for kernel in (CpuFlash(), *CUDA_KERNELS, Math())]
 MERGES: dict[str, Callable[[], Merge]] = {"eager": lambda: merge_eagerly, "fused": fused_merge}
-_ROWS_COMPARED = 256  # of the output, with the definition in float64
+_ROWS_COMPARED = 256  # rows of the output compared with float64
 _COLUMNS = (
     *("kernel", "relation", "length", "forward_ms", "backward_ms", "forward_tflops", "backward_tflops", "gb_per_s"),
     "error",
@@ -71,7 +71,8 @@ def measure(kernel: Kernel, relation: Relation, length: int, args: argparse.Name
     Returns:
         A row of the table. If the kernel fails, the row has a note in place of numbers.
     """
-    device, scale = torch.device(args.device), args.head_dim**-0.5
+    device = torch.device(args.device)
+    scale = args.head_dim**-0.5
     generator = torch.Generator(device).manual_seed(0)
     shapes = [(args.batch, heads, length, args.head_dim) for heads in (args.heads, args.kv_heads, args.kv_heads)]
     q, k, v, dout = (
@@ -87,7 +88,7 @@ def measure(kernel: Kernel, relation: Relation, length: int, args: argparse.Name
             args.repeats,
             device,
         )
-    except Exception as error:  # out of memory, an operator that this build or GPU lacks, a compiler: on to the next
+    except Exception as error:  # no memory, a missing operator, or a compiler error: continue with the next row
         return {**row, "note": _said(error)}
     flops = 4 * args.batch * args.heads * args.head_dim * relation.pairs(length, length)
     return {
@@ -121,7 +122,8 @@ def measure_merging(name: str, length: int, args: argparse.Namespace) -> dict[st
     Returns:
         A row of the table. If the merge fails, the row has a note in place of numbers.
     """
-    device, part_type = torch.device(args.device), getattr(torch, args.dtype)
+    device = torch.device(args.device)
+    part_type = getattr(torch, args.dtype)
     generator = torch.Generator(device).manual_seed(0)
     wide = torch.promote_types(part_type, torch.float32)
     shape = args.batch, length, args.heads, args.head_dim
@@ -136,7 +138,7 @@ def measure_merging(name: str, length: int, args: argparse.Namespace) -> dict[st
         merge_eagerly(*wanted)
         difference = ((tensors[0] - wanted[0]).norm() / wanted[0].norm()).item()
         duration = seconds(lambda: merge(*tensors), args.repeats, device)
-    except Exception as error:  # no Triton here, or no memory
+    except Exception as error:  # Triton is missing, or there is no memory
         return {**row, "note": _said(error)}
     moved = total.numel() * (2 * wide.itemsize + part_type.itemsize)
     return {
@@ -186,8 +188,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32", "float64"), default="bfloat16")
-    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=None, help="all that the device has")
-    parser.add_argument("--merging", action="store_true", help="the merging of partial results, in place of kernels")
+    parser.add_argument(
+        "--kernels", nargs="+", choices=KERNELS, default=None, help="default: all kernels of the device"
+    )
+    parser.add_argument("--merging", action="store_true", help="measure the merging of partial results, not kernels")
     parser.add_argument("--relations", nargs="+", choices=RELATIONS, default=list(RELATIONS))
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 1024, 2048])
     parser.add_argument("--batch", type=int, default=1)

@@ -33,7 +33,7 @@ from longshard.context.execution.kernels.choose import GpuKernels
 from longshard.context.execution.kernels.cuda import CudaFlash, Cudnn
 from longshard.context.planning.options import ContextParallelOptions
 
-_TOKENS, _HEADS, _HEAD_DIM = 64, 8, 16  # of a rank
+_TOKENS, _HEADS, _HEAD_DIM = 64, 8, 16  # sizes on a rank
 
 
 class _Ops:
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--degrees", type=int, nargs="+", default=[8], help="of context parallelism")
+    add("--degrees", type=int, nargs="+", default=[8], help="context-parallel degrees")
     add("--methods", nargs="+", default=["ring", "all_gather", "all_to_all", "hybrid"], help="hybrid: from degree 4")
     add("--kernel", choices=tuple(KERNELS), default="cudnn")
     add("--rounds", type=int, default=50)

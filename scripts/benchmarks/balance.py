@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cp", type=int, default=8)
     p.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
     p.add_argument("--mean", type=int, nargs="+", default=[4096, 16384, 65536], help="mean lengths of documents")
-    p.add_argument("--sigma", type=float, default=1.2, help="of the logarithm of lengths")
+    p.add_argument("--sigma", type=float, default=1.2, help="standard deviation of the logarithm of lengths")
     p.add_argument("--steps", type=int, default=5)
     p.add_argument("--output", type=Path, help="JSON file")
     return p
@@ -99,12 +99,15 @@ def measure(s: argparse.Namespace, mean: int, micro_batches: int) -> dict[str, o
     linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
     flops = linear, flops_per_token(1)[1] - linear
     step_times: dict[str, list[float]] = {"read": [], "assigned": [], "assigned, and over cp by cost": []}
-    planned, laid_out = [], []
-    numbers, leasts = [], []
+    planned = []
+    laid_out = []
+    numbers = []
+    leasts = []
     for seed in range(s.steps):
         rows = s.dp * micro_batches
         lengths = documents_of_step(np.random.default_rng(seed), rows, s.seq_len, mean, s.sigma)
-        read, costs = (np.cumsum(lengths) - 1) // s.seq_len, costs_of(lengths)
+        read = (np.cumsum(lengths) - 1) // s.seq_len
+        costs = costs_of(lengths)
         sizes = {"micro_batches": micro_batches, "ranks": s.dp, "most": int(BALANCE_GROWTH * s.seq_len)}
         started = time.perf_counter()
         assigned = assign(lengths, costs, read, **sizes)

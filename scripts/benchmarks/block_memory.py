@@ -28,7 +28,8 @@ from lct_planner.tracing import Recorder, trace
 from tests.fake_cuda import table
 from trainer.models.block import TransformerBlock
 
-_RANKS, _TOKENS = 8, 131_072
+_RANKS = 8
+_TOKENS = 131_072
 _PARTS = {
     ("attention.py", "_differentiate"): "attention, backward",
     ("tiles.py", "backward"): "feed-forward, backward",
@@ -80,7 +81,8 @@ class Alive(Recorder):
 
 def _stack() -> list[tuple[str, str, int]]:
     """Return file, function and line of the running functions of `longshard` and `trainer`, innermost first."""
-    frame, functions = sys._getframe(1), []
+    frame = sys._getframe(1)
+    functions = []
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         if {"longshard", "trainer"} & {*path.parts[-5:]}:
@@ -103,7 +105,8 @@ def report(args: argparse.Namespace) -> None:
     queries = args.query_heads_per_pass
     passes = [f"--parallelism.context_parallel_query_heads_per_pass={queries}"] if queries else []
     settings = table._cp(_RANKS, args.method, table._MILLION, *table._OFFLOADED, parts, *passes, *args.arguments)
-    alive, forward = Alive(), TransformerBlock.forward
+    alive = Alive()
+    forward = TransformerBlock.forward
 
     def block(self: TransformerBlock, *inputs: Any, **options: Any) -> torch.Tensor:
         if torch._C._current_graph_task_id() != -1:
@@ -137,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", default="all_to_all")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--mlp-chunk-tokens", type=int, default=8192)
-    parser.add_argument("--query-heads-per-pass", type=int, default=0, help="of all_to_all; 0: all")
+    parser.add_argument("--query-heads-per-pass", type=int, default=0, help="query heads a pass of all_to_all; 0: all")
     parser.add_argument("--least", type=float, default=0.25, help="KiB a token of the tensors that are listed")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*", help="further arguments of the job")

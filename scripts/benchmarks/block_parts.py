@@ -83,9 +83,11 @@ def parts(model: nn.Module, work: Work) -> list[Part]:
         model: The decoder.
         work: The configuration, the device and the rounds to measure.
     """
-    shape, training = work.shape(), work.config.training
+    shape = work.shape()
+    training = work.config.training
     block = next(iter(model.layers.values()))
-    attention, layers = block.attention, shape.n_layers
+    attention = block.attention
+    layers = shape.n_layers
     positions = torch.arange(training.seq_len, device=work.device)
     table = freqs_cis_at(positions, model.frequencies, shape.rope_scaling, model.rotary_dtype)
 
@@ -101,8 +103,10 @@ def parts(model: nn.Module, work: Work) -> list[Part]:
 
     labels = torch.randint(shape.vocab_size, (training.local_batch_size, training.seq_len), device=work.device)
     projections = attention.wq, attention.wk, attention.wv
-    x, q = tensor(shape.dim), tensor(shape.n_heads, shape.head_dim)
-    k, v = tensor(shape.n_kv_heads, shape.head_dim), tensor(shape.n_kv_heads, shape.head_dim)
+    x = tensor(shape.dim)
+    q = tensor(shape.n_heads, shape.head_dim)
+    k = tensor(shape.n_kv_heads, shape.head_dim)
+    v = tensor(shape.n_kv_heads, shape.head_dim)
     return [
         Part("norm", 2 * layers + 1, lambda x: block.ffn_norm(x), (x,), (block.ffn_norm,)),
         Part("q/k/v projection", layers, lambda x: tuple(w(x) for w in projections), (x,), projections),
@@ -127,7 +131,7 @@ def measured(work: Work, compiled: Callable[[Callable[..., Outputs]], Callable[.
         A row for each part, with times in milliseconds.
     """
     bare = Bare(work)
-    bare.step()  # state and gradients for the optimizer
+    bare.step()  # creates state and gradients for the optimizer
     clock = Clock(work.device)
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     step_parts = parts(bare.working, work)
@@ -173,7 +177,12 @@ def shared(rows: list[Row]) -> list[Row]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     about = common_parser(__doc__)
-    about.add_argument("--backend", choices=("inductor", "aot_eager", "eager"), default="inductor", help="of compiled")
+    about.add_argument(
+        "--backend",
+        choices=("inductor", "aot_eager", "eager"),
+        default="inductor",
+        help="compiler back end of the compiled parts",
+    )
     return about
 
 

@@ -126,7 +126,8 @@ def opened(args: argparse.Namespace, folder: Path) -> Iterator[Trainer]:
     )
     settings = ["--model.flavor=checkpoints", f"--job.dump_folder={folder}", "--training.seq_len=32"]
     settings += ["--checkpoint.enable", "--checkpoint.interval=1", "--training.local_batch_size=1"]
-    config, device = parse_command_line(settings).config, torch.device(args.device)
+    config = parse_command_line(settings).config
+    device = torch.device(args.device)
     with process_group(Process(0, 0, 1), config.comm):
         trainer = Trainer(resolve(config, 1, device.type), device)
         trainer.train_step(1)
@@ -146,9 +147,10 @@ def measured(trainer: Trainer, folder: Path, rounds: int) -> dict[str, list[Time
     ways = {"plain save": plain_save(tensors), "plain async_save": plain_async_save(tensors)}
     ways |= {mode: ours(trainer, mode) for mode in PLAIN}
     times_of_ways: dict[str, list[Times]] = {name: [] for name in ways}
-    step, chance = 0, random.Random(0)
+    step = 0
+    chance = random.Random(0)
     for number in range(rounds + 1):
-        for name in chance.sample(list(ways), len(ways)):  # no way always follows the same other one
+        for name in chance.sample(list(ways), len(ways)):  # a random order, so that no way always follows the same way
             step += 1
             trainer.optimizer.step()
             times = timed(ways[name], folder / "saved", step)
@@ -183,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
     about = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     about.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     about.add_argument("--dim", type=int, default=1024, help="width of the model (default: 1024)")
-    about.add_argument("--layers", type=int, default=5, help="default: 5, which is 1 GB of state")
+    about.add_argument("--layers", type=int, default=5, help="layers of the model (default: 5, 1 GB of state)")
     about.add_argument("--rounds", type=int, default=5, help="saves of each way (default: 5)")
     about.add_argument("--folder", type=Path, help="where to save; default: the system's folder of temporary files")
     about.add_argument("--json", type=Path, metavar="FILE", help="write the result there, as an object")

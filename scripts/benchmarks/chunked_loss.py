@@ -33,10 +33,16 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--vocab", type=int, default=32000)
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    p.add_argument("--chunks", type=int, nargs="+", default=[0, 256, 512, 1024, 2048], help="tokens of one; 0: dense")
+    p.add_argument(
+        "--chunks",
+        type=int,
+        nargs="+",
+        default=[0, 256, 512, 1024, 2048],
+        help="tokens of a chunk; 0: all logits at once",
+    )
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--count", action="store_true", help="count operators that read or write logits, instead of timing")
-    p.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    p.add_argument("--peak", action="store_true", help=argparse.SUPPRESS)  # runs in a separate process
     return p
 
 
@@ -50,7 +56,8 @@ def problem(args: argparse.Namespace) -> Callable[[int], None]:
         A function of the tokens of a chunk; 0 computes all logits at once.
     """
     settings = {"dtype": getattr(torch, args.dtype), "device": args.device, "requires_grad": True}
-    hidden, weight = torch.randn(1, args.tokens, args.dim, **settings), torch.randn(args.vocab, args.dim, **settings)
+    hidden = torch.randn(1, args.tokens, args.dim, **settings)
+    weight = torch.randn(args.vocab, args.dim, **settings)
     labels = torch.randint(args.vocab, (1, args.tokens), device=args.device)
 
     def run(tokens: int) -> None:
@@ -140,10 +147,11 @@ def main() -> None:
         print(peak(args))
         return
     peaks = {}
-    for tokens in args.chunks:  # first: a process begins with the peak of the one that starts it
+    for tokens in args.chunks:  # before other runs: a new process starts with the peak of its parent
         command = [sys.executable, __file__, *sys.argv[1:], "--chunks", str(tokens), "--peak"]
         peaks[tokens] = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    run, times = problem(args), {tokens: [] for tokens in args.chunks}
+    run = problem(args)
+    times = {tokens: [] for tokens in args.chunks}
     for tokens in args.chunks:
         run(tokens)
     for _ in range(args.rounds):

@@ -191,7 +191,7 @@ def parser() -> argparse.ArgumentParser:
     described = _Parser(description=__doc__.splitlines()[0])
     add = described.add_argument
     add("--seq-len", nargs="+", type=int, default=[4096, 16384], help="tokens of the sequence")
-    add("--degrees", nargs="+", type=int, default=[2], help="how many ranks share it")
+    add("--degrees", nargs="+", type=int, default=[2], help="numbers of ranks that share it")
     add("--methods", nargs="+", choices=(*METHODS, PEER), default=list(METHODS))
     add("--load-balancer", choices=LAYOUTS, default="head_tail")
     add("--batch", type=int, default=1)
@@ -199,13 +199,13 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=int, default=2)
     add("--head-dim", type=int, default=64)
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    add("--repeats", type=int, default=5, help="rounds, after one that does not count")
-    add("--threads", type=int, default=1, help="of each rank")
+    add("--repeats", type=int, default=5, help="measured rounds, after a warm-up round")
+    add("--threads", type=int, default=1, help="threads of each rank")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: as with --tiles, or --ranks")
-    add("--ranks", action="store_true", help="with cuda: as many GPUs as ranks, over NCCL")
+    add("--ranks", action="store_true", help="with cuda: one GPU for each rank, over NCCL")
     add("--tiles", action="store_true", help="every rank's tiles on one device, one rank after another, nothing sent")
-    add("--kernels", nargs="+", choices=KERNELS, help="with --tiles or cuda; all that can do it")
-    add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
+    add("--kernels", nargs="+", choices=KERNELS, help="with --tiles or cuda (default: all that support it)")
+    add("--json", type=Path, metavar="FILE", help="file for the rows and their origin")
     return described
 
 
@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append(row | settings)
         low, high = row["ratio_range"]
         print(" ".join(f"{row[column]:>11}" for column in columns), f" {low} .. {high}", flush=True)
-        if args.json is not None:  # after every row, so that an interrupted run leaves what it has
+        if args.json is not None:  # after every row, so that an interrupted run keeps its rows
             args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 

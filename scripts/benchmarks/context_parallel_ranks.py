@@ -35,7 +35,8 @@ def timed(attention: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
     *leaves, dout = inputs
     done = torch.cuda.synchronize if dout.is_cuda else lambda: None
     done()
-    cpu, start = time.process_time(), time.monotonic()
+    cpu = time.process_time()
+    start = time.monotonic()
     out = attention(*leaves)
     done()
     middle = time.monotonic()
@@ -83,7 +84,8 @@ class Share:
 
     def __init__(self, problem: Problem, threads: int, methods: Sequence[str], device: str = "cpu") -> None:
         torch.set_num_threads(threads)
-        self._problem, self._device = problem, device
+        self._problem = problem
+        self._device = device
         self._mesh = mesh = init_device_mesh(device, (problem.degree,))
         indices = torch.from_numpy(problem.layout.indices(dist.get_rank()))
         *leaves, dout = (x.transpose(1, 2)[:, indices].to(device).transpose(1, 2) for x in problem.inputs())
@@ -109,7 +111,8 @@ class Share:
         dist.barrier()
         if method == PEER:
             return self._run_peer()
-        plan, scale = self._handles[method], self._problem.scale
+        plan = self._handles[method]
+        scale = self._problem.scale
         return timed(
             lambda q, k, v: context_parallel_attention(q, k, v, plan, AttentionSettings(scale)).output, self._inputs
         )
@@ -133,7 +136,8 @@ class Share:
         run = self._lives[method].execution(
             AttentionInputs(q, k, v), AttentionSettings(1.0), range(self._problem.batch)
         )
-        before, terms = Counter(exchange.bytes_sent), Terms(self._problem.scale)
+        before = Counter(exchange.bytes_sent)
+        terms = Terms(self._problem.scale)
         peaks = {}
         with PeakBytes(q, k, v) as meter:
             out, lse = run.forward(q, k, v, terms=terms)

@@ -116,14 +116,20 @@ class Tiles:
         if plan.inner is not None:
             share = HeadShare.passes(problem.heads, problem.kv_heads, problem.degree)[0]
             q, k, v, dout = inputs
-            queries, keys = share.queries(rank), share.keys(rank)
-            self._q, k, v, self._dout = q[:, queries], k[:, keys], v[:, keys], dout[:, queries]
+            queries = share.queries(rank)
+            keys = share.keys(rank)
+            self._q = q[:, queries]
+            k = k[:, keys]
+            v = v[:, keys]
+            self._dout = dout[:, queries]
             plan = plan.inner
         else:
             q, k, v, dout = inputs
             indices = torch.from_numpy(problem.layout.indices(rank)).to(q.device)
             self._q, self._dout = (x.transpose(1, 2)[:, indices].transpose(1, 2) for x in (q, dout))
-        self._kernel, self._scale, lowered = kernel, problem.scale, lower(plan, kernel.capabilities)
+        self._kernel = kernel
+        self._scale = problem.scale
+        lowered = lower(plan, kernel.capabilities)
         held = {stage.held: pack(k, v, stage.held) for stage in (*plan.forward, *plan.backward)}
         self._forward = self._steps(plan.forward, lowered.forward, held)
         self._backward = self._steps(plan.backward, lowered.backward, held)
@@ -176,7 +182,8 @@ class OneCall:
     """
 
     def __init__(self, problem: Problem, kernel: Kernel, inputs: list[torch.Tensor]) -> None:
-        self._kernel, self._inputs = kernel, inputs
+        self._kernel = kernel
+        self._inputs = inputs
         self._options = {"relation": Relation.CAUSAL, "scale": problem.scale}
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,7 +233,7 @@ def tile_rows(args: argparse.Namespace) -> Iterator[Row]:
             for name in args.kernels:
                 try:
                     yield from measure_tiles(problem, choose_kernel(args.device, dtype, args.head_dim, name), args)
-                except Exception as error:  # out of memory, an operator that this build or GPU lacks, a compiler
+                except Exception as error:  # no memory, a missing operator, or a compiler error
                     said = f"{type(error).__name__}: {error}".splitlines()[0]
                     print(f"{name}, {problem.seq_len} tokens: {said}", file=sys.stderr)
 

@@ -38,7 +38,8 @@ from trainer.data.token_files.catalog import catalog_of, open_documents
 from trainer.data.token_files.format import index_bytes
 from trainer.data.token_files.made import cached
 
-SEQ_LEN, ROWS = 2048, 4
+SEQ_LEN = 2048
+ROWS = 4
 
 
 def written(folder: Path, megabytes: float) -> dict[str, str | None]:
@@ -109,7 +110,9 @@ def measure(name: str, path: str | None, args: argparse.Namespace) -> dict[str, 
         args: The command line.
     """
     settings = DataSettings(name, path)
-    first, again, data = opened(name, path), opened(name, path), open_text(settings)
+    first = opened(name, path)
+    again = opened(name, path)
+    data = open_text(settings)
     rates = sorted(speeds(data, args.batches, args.rounds))
     row: dict[str, object] = {"dataset": name, "documents": data.items}
     if path:
@@ -152,11 +155,14 @@ def start_of_ranks(folder: Path, files: int) -> dict[str, object]:
     for i in range(files):
         ids.tofile(folder / f"{i:05d}.bin")
         (folder / f"{i:05d}.idx").write_bytes(b"".join(index_bytes(8, np.array([ids.size]))))
-    settings, started = DataSettings("tokens", str(folder)), time.perf_counter()
+    settings = DataSettings("tokens", str(folder))
+    started = time.perf_counter()
     catalog = catalog_of(settings)
-    first, started = time.perf_counter() - started, time.perf_counter()
+    first = time.perf_counter() - started
+    started = time.perf_counter()
     catalog_of(settings)
-    again, started = time.perf_counter() - started, time.perf_counter()
+    again = time.perf_counter() - started
+    started = time.perf_counter()
     open_documents(settings, catalog)
     other = time.perf_counter() - started
     seconds = {"first_rank": first, "first_rank_again": again, "other_rank": other}
@@ -184,8 +190,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     described = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    described.add_argument("--megabytes", type=float, default=245, help="of the JSON lines")
-    described.add_argument("--batches", type=int, default=100, help=f"of {ROWS} x {SEQ_LEN} tokens, in a round")
+    described.add_argument("--megabytes", type=float, default=245, help="size of the JSON lines")
+    described.add_argument(
+        "--batches", type=int, default=100, help=f"batches of a round, {ROWS} x {SEQ_LEN} tokens each"
+    )
     described.add_argument("--rounds", type=int, default=5)
     described.add_argument(
         "--documents", type=int, default=365_000_000, help="number of documents to order (default: C4's)"

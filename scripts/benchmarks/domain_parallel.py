@@ -52,7 +52,8 @@ def measure(problem: Problem, repeats: int, team: Team) -> Row:
         The row of the problem. `peak_bytes` is the largest peak of a rank, counting the tensors that a step creates,
         gradients included.
     """
-    whole_account, accounts = team.whole("account"), team.ranks("account")
+    whole_account = team.whole("account")
+    accounts = team.ranks("account")
     whole: list[Times] = []
     shares: list[list[Times]] = []
     for _ in range(repeats):
@@ -82,14 +83,14 @@ def parser() -> argparse.ArgumentParser:
     described = _Parser(description=__doc__.splitlines()[0])
     add = described.add_argument
     add("--models", nargs="+", choices=[*FLAVORS], default=[*FLAVORS])
-    add("--flavor", default="debugmodel", help="of every model")
+    add("--flavor", default="debugmodel", help="flavor of every model")
     add("--sides", nargs="+", type=int, default=[64, 128, 256], help="points of a field along each of its two axes")
-    add("--degrees", nargs="+", type=int, default=[1, 2], help="how many ranks share a field")
+    add("--degrees", nargs="+", type=int, default=[1, 2], help="numbers of ranks that share a field")
     add("--batch", type=int, default=1)
     add("--channels", type=int, default=3)
-    add("--repeats", type=int, default=7, help="rounds, after one that does not count")
-    add("--threads", type=int, default=1, help="of each rank")
-    add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
+    add("--repeats", type=int, default=7, help="measured rounds, after a warm-up round")
+    add("--threads", type=int, default=1, help="threads of each rank")
+    add("--json", type=Path, metavar="FILE", help="file for the rows and their origin")
     return described
 
 
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results.append(row | settings)
         low, high = row["ratio_range"]
         print(" ".join(f"{row[column]:>12}" for column in columns), f" {low} .. {high}", flush=True)
-        if args.json is not None:  # after every row, so that an interrupted run leaves what it has
+        if args.json is not None:  # after every row, so that an interrupted run keeps its rows
             args.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 

@@ -37,7 +37,8 @@ class Problem:
     def build(self) -> nn.Module:
         """Return the model, with the same weights in every process."""
         args = FLAVORS[self.model][self.flavor].for_fields(self.channels, self.side, self.side)
-        model, generator = _MODELS[self.model](args), torch.Generator().manual_seed(0)
+        model = _MODELS[self.model](args)
+        generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 model.init_parameter(name, parameter, generator)
@@ -76,7 +77,8 @@ class Whole:
     def run(self) -> Times:
         """Return the times of one forward and backward."""
         self.model.zero_grad()
-        cpu, start = time.process_time(), time.monotonic()
+        cpu = time.process_time()
+        start = time.monotonic()
         out = self.forward()
         middle = time.monotonic()
         out.backward(self.gradient)
@@ -86,10 +88,12 @@ class Whole:
     def account(self) -> dict[str, int]:
         """Return the peak of memory, bytes sent and calls of collectives of a step that is not timed."""
         self.model.zero_grad()
-        sent, calls = Counter(exchange.bytes_sent), Counter(exchange.calls)
+        sent = Counter(exchange.bytes_sent)
+        calls = Counter(exchange.calls)
         with PeakBytes(*self.model.parameters(), self.inputs, self.gradient) as meter:
             self.run()
-        sent, calls = exchange.bytes_sent - sent, exchange.calls - calls
+        sent = exchange.bytes_sent - sent
+        calls = exchange.calls - calls
         return {"peak_bytes": meter.peak, "bytes_sent": sent.total(), "calls": calls.total()}
 
 

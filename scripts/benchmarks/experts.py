@@ -37,12 +37,12 @@ from trainer.parallel.expert_parallel import ROUTING, DispatchPlan, dispatched_s
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("--tokens", type=int, default=4096, help="of all ranks together")
+    p.add_argument("--tokens", type=int, default=4096, help="tokens of all ranks together")
     p.add_argument("--dim", type=int, default=256)
     p.add_argument("--hidden", type=int, default=128, help="width of one expert")
     p.add_argument("--experts", type=int, default=16)
     p.add_argument("--per-token", type=int, default=4)
-    p.add_argument("--layers", type=int, default=4, help="of the two models")
+    p.add_argument("--layers", type=int, default=4, help="layers of the two models")
     p.add_argument("--degrees", type=int, nargs="+", default=[2], help="ranks; each divides the experts")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -60,7 +60,8 @@ class Layer:
     def __init__(self, settings: argparse.Namespace) -> None:
         torch.manual_seed(0)
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (None, 1)
-        self.s, self.rank = settings, rank
+        self.s = settings
+        self.rank = rank
         self.args = ExpertArgs(settings.experts, settings.per_token, settings.hidden)
         how = {"dtype": getattr(torch, settings.dtype), "device": settings.device}
         self.moe = MoE(settings.dim, self.args).to(**how)
@@ -111,7 +112,8 @@ class Layer:
             The times of the run.
         """
         self._wait()
-        start, cpu = time.monotonic(), time.process_time()
+        start = time.monotonic()
+        cpu = time.process_time()
         if kind.endswith("_model"):
             model = self.models[kind]
             out = model.output(model(torch.arange(self.s.tokens, device=self.s.device).unsqueeze(0) % 1024))

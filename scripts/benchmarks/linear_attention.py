@@ -81,7 +81,8 @@ class Member:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(args.deterministic)
         *leaves, self._cotangent = inputs(args, kind, seq_len)
-        self._plan, self._open = None, ExitStack()
+        self._plan = None
+        self._open = ExitStack()
         if dist.is_initialized():
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             layout = layout_of(args, seq_len, mesh.size())
@@ -97,7 +98,8 @@ class Member:
         """Return the times of one forward and backward."""
         if self._plan is not None:
             dist.barrier()
-        cpu, start = time.process_time(), time.monotonic()
+        cpu = time.process_time()
+        start = time.monotonic()
         out = linear_attention(Tokens(*self._inputs, None, 1.0), self._plan)[0]
         middle = time.monotonic()
         torch.autograd.grad(out, [x for x in self._inputs if x is not None], self._cotangent)
@@ -144,7 +146,8 @@ def attention_bytes(args: argparse.Namespace, seq_len: int, degree: int) -> int:
         seq_len: Tokens of the sequence.
         degree: Number of ranks.
     """
-    layout, shape = layout_of(args, seq_len, degree), AttentionShape(1, args.heads, args.heads, args.head_dim, 4)
+    layout = layout_of(args, seq_len, degree)
+    shape = AttentionShape(1, args.heads, args.heads, args.head_dim, 4)
     plans = [make_plan(layout, causal(seq_len), "ring", rank) for rank in range(degree)]
     costs = [attention_cost(plan, shape, way) for plan in plans for way in ("forward", "backward")]
     return sum(sum(cost.bytes_sent.values()) for cost in costs)
@@ -159,15 +162,15 @@ def main(argv: list[str]) -> None:
     described = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = described.add_argument
     add("--seq-len", nargs="+", type=int, default=[16384], help="tokens of the sequence")
-    add("--degrees", nargs="+", type=int, default=[2], help="how many ranks share it")
+    add("--degrees", nargs="+", type=int, default=[2], help="numbers of ranks that share it")
     add("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     add("--layout", choices=LAYOUTS, default="head_tail")
     add("--heads", type=int, default=4)
     add("--head-dim", type=int, default=64, help="K and V")
-    add("--threads", type=int, default=1, help="of each rank")
-    add("--deterministic", action="store_true", help="with the bits of one process")
-    add("--repeats", type=int, default=5, help="rounds, after one that does not count")
-    add("--json", type=Path, metavar="FILE", help="write the rows there, and where they come from")
+    add("--threads", type=int, default=1, help="threads of each rank")
+    add("--deterministic", action="store_true", help="results equal one process bit for bit")
+    add("--repeats", type=int, default=5, help="measured rounds, after a warm-up round")
+    add("--json", type=Path, metavar="FILE", help="file for the rows and their origin")
     args = described.parse_args(argv)
     results = []
     for row in rows(args):

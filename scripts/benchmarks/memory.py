@@ -22,7 +22,8 @@ from lct_planner.worker import Worker
 from scripts.provenance import made_with
 from trainer.config.errors import ConfigError
 
-_A, _P = "--activation_checkpoint.", "--parallelism."
+_A = "--activation_checkpoint."
+_P = "--parallelism."
 BASE = (
     "--job.config_file=llama3_8b",
     "--training.local_batch_size=1",

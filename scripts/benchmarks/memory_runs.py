@@ -92,7 +92,7 @@ def run(name: str, steps: int, limit: float) -> dict[str, Any]:
         try:
             output, _ = process.communicate(timeout=min(limit, _LONGEST))
         except subprocess.TimeoutExpired:
-            process.kill()  # its ranks end with it
+            process.kill()  # its ranks end too
             output, _ = process.communicate()
         metrics = Path(folder, "run", "metrics.jsonl")
         done = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
@@ -158,8 +158,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, required=True, help="rows that are there are kept")
     parser.add_argument("--only", nargs="+", default=[*ROWS], choices=[*ROWS], metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="of all rows together; a row is cut then")
-    parser.add_argument("--gpu", default="h100", help="of the predictions")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="limit of all rows together; a row is killed then"
+    )
+    parser.add_argument("--gpu", default="h100", help="GPU of the predictions")
     args = parser.parse_args(argv)
     content = json.loads(args.json.read_text()) if args.json.exists() else {}
     rows = content.get("rows", {})

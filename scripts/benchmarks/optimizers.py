@@ -59,7 +59,8 @@ def table(rows: dict[str, list[list[dict[str, float]]]]) -> str:
     Args:
         rows: Steps of each run, by optimizer.
     """
-    ends, lines = range(_WINDOW, len(next(iter(rows.values()))[0]) + 1, _WINDOW), []
+    ends = range(_WINDOW, len(next(iter(rows.values()))[0]) + 1, _WINDOW)
+    lines = []
     lines.append("| optimizer | " + " | ".join(f"-{end}" for end in ends) + " | s a step | after equal time |")
     lines.append("|---" * (len(ends) + 3) + "|")
     budget = None

@@ -68,14 +68,16 @@ def settings(run: dict[str, str], folder: Path) -> list[str]:
     shape.mkdir(exist_ok=True)
     config = config_json({key: int(run[key]) for key in _SHAPE})
     (shape / "config.json").write_text(json.dumps(config))
-    p, cp, pp = "--parallelism.", int(run["cp"]), int(run["pp"])
+    p = "--parallelism."
+    cp = int(run["cp"])
+    pp = int(run["pp"])
     arguments = [
         "--job.config_file=llama3_8b",
         f"--model.flavor={shape}",
         f"--training.seq_len={run['seq_len']}",
         f"--training.global_batch_size={run['global_batch']}",
         f"--training.local_batch_size={run['micro_batch']}",
-        *([] if _is_of_megatron(run) else ["--training.loss_chunk_tokens=0"]),  # its loss is one kernel
+        *([] if _is_of_megatron(run) else ["--training.loss_chunk_tokens=0"]),  # Megatron's loss is one kernel
         f"{p}data_parallel_shard_degree=-1",
         f"{p}context_parallel_degree={cp}",
         f"{p}tensor_parallel_degree={run['tp']}",
@@ -87,14 +89,14 @@ def settings(run: dict[str, str], folder: Path) -> list[str]:
     arguments += (heads if _is_of_megatron(run) else rows) if cp > 1 else []
     if pp > 1:
         arguments += [f"{p}pipeline_parallel_schedule={run['schedule']}"]
-        if _is_of_megatron(run):  # one sequence in each of four
+        if _is_of_megatron(run):  # four micro-batches of one sequence
             arguments += ["--training.local_batch_size=4"]
         else:
             arguments += [f"{p}pipeline_parallel_microbatch_size={int(run['micro_batch']) // pp}"]
     mode = {"full": "full", "none": "none"}.get(run["ac"], "selective")
     arguments += [f"--activation_checkpoint.mode={mode}"]
     arguments += ["--activation_checkpoint.selective_ac_option=op"] if mode == "selective" else []
-    if "Kempner" in run["source"]:  # which stores weights and the optimizer's state in bfloat16
+    if "Kempner" in run["source"]:  # it stores weights and the optimizer's state in bfloat16
         arguments += ["--training.dtype=bfloat16"]
         arguments += [f"{p}disable_loss_parallel"] if run["tp"] != "1" else []  # whole logits on every rank
     return arguments
@@ -124,7 +126,8 @@ def traced(runs: list[dict[str, str]]) -> list[dict[str, Any]]:
     Returns:
         The predictions of each run, or the error that says why there is none.
     """
-    results, seen = [], {}
+    results = []
+    seen = {}
     with tempfile.TemporaryDirectory() as folder, Worker(has_shim=True) as worker:
         for run in runs:
             arguments = settings(run, Path(folder))
@@ -171,7 +174,8 @@ def seconds(run: dict[str, str], prediction: dict[str, Any], on: Device, efficie
     work = {part: dict(amounts) for part, amounts in profile.work.items()}
     for amounts in work.values():  # the attention kernels of the other program are unknown
         for name in [x for x in amounts if x.startswith(("attention_", "tails_"))]:
-            amount, direction = amounts.pop(name), name.partition(" ")[0]
+            amount = amounts.pop(name)
+            direction = name.partition(" ")[0]
             if direction.startswith("attention_"):
                 amounts[direction] = amounts.get(direction, 0.0) + amount
     for amounts in work.values() if "float8" in run["precision"] else ():  # traced in bfloat16
@@ -246,9 +250,11 @@ def tables(runs: list[dict[str, str]], predictions: list[dict[str, Any]]) -> Non
             print("| " + " | ".join([*head, answer["error"], *[""] * 5]) + " |")
             continue
         unit = 1e9 if run["unit"] == "GB" else 2**30
-        kind, size = "reserved", answer["reserved"]
+        kind = "reserved"
+        size = answer["reserved"]
         if _is_of_megatron(run):
-            kind, size = "allocated", as_megatron(run, answer)
+            kind = "allocated"
+            size = as_megatron(run, answer)
         memory = ["", f"{size / unit:.1f}", ""]
         if run["memory"]:
             error = size / unit / float(run["memory"]) - 1
@@ -279,10 +285,12 @@ def as_megatron(run: dict[str, str], answer: dict[str, Any]) -> float:
         run: A row of the published runs.
         answer: The run's prediction.
     """
-    purposes, ranks = answer["purposes"], int(run["dp_shard"]) * int(run["cp"])
+    purposes = answer["purposes"]
+    ranks = int(run["dp_shard"]) * int(run["cp"])
     ours = sum(purposes.get(name, 0.0) for name in ("parameters", "gradients", "optimizer", "gathered", "reduced"))
     weights = purposes["parameters"] / 4 * ranks
-    tp, tokens = int(run["tp"]), int(run["micro_batch"]) * int(run["seq_len"]) // int(run["cp"])
+    tp = int(run["tp"])
+    tokens = int(run["micro_batch"]) * int(run["seq_len"]) // int(run["cp"])
     rows = 2 * int(run["layers"]) * tokens * int(run["dim"]) * 2 * (1 - 1 / tp)
     empty = 2 * int(run["vocab"]) * int(run["dim"]) / tp
     return answer["allocated"] - ours + weights * (2 + 4 + 12 / ranks) - rows + empty

@@ -53,7 +53,7 @@ def cpu_seconds(pid: int) -> float:
     ticks = 0
     for process in descendants(pid):
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        ticks += sum(map(int, fields[11:15]))  # user and system, own and of children that were waited for
+        ticks += sum(map(int, fields[11:15]))  # user and system time of the process and of its ended children
     return ticks / _TICKS
 
 

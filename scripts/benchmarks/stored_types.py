@@ -23,7 +23,9 @@ from scripts.provenance import made_with
 
 ROOT = Path(__file__).resolve().parents[2]
 
-_NEAREST, _MOMENTS, _WEIGHTS = "--optimizer.rounding=nearest", "--optimizer.state_dtype=bfloat16", "--training.dtype="
+_NEAREST = "--optimizer.rounding=nearest"
+_MOMENTS = "--optimizer.state_dtype=bfloat16"
+_WEIGHTS = "--training.dtype="
 STORED = {
     "float32": [],
     "moments in bfloat16": [_MOMENTS],

@@ -112,7 +112,9 @@ class Team:
     """
 
     def __init__(self, degree: int, whole: type[Contender], share: type[Contender], device: str = "cpu") -> None:
-        self.degree, self.device, self._contenders = degree, device, (whole, share)
+        self.degree = degree
+        self.device = device
+        self._contenders = (whole, share)
 
     def __enter__(self) -> "Team":
         self._folder = tempfile.TemporaryDirectory()
@@ -201,7 +203,7 @@ def _serve(
             if name == "prepare":
                 if contender is not None:
                     contender.close()
-                contender, answer = None, None  # the memory of the last one first
+                contender, answer = None, None  # free the memory of the last contender first
                 contender = made(*args)
             else:
                 answer = getattr(contender, name)(*args)

@@ -69,7 +69,7 @@ def rows(work: Work, variants: Mapping[str, JobConfig], *, memory: bool) -> Iter
         memory: Whether to measure memory.
     """
     contenders: dict[str, JobConfig | None] = {"bare": None, **variants}
-    # First, while nothing is built here.
+    # Before anything is built in this process.
     memories = {name: memory_of(work, config) if memory else {} for name, config in contenders.items()}
     bare = Bare(work)
     first_loss = bare.step().item()
@@ -189,10 +189,10 @@ def common_parser(description: str) -> argparse.ArgumentParser:
     about = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = about.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--flavor", default="debugmodel", help="of llama3 (default: debugmodel)")
-    add("--layers", type=int, help="in place of the flavor's")
+    add("--flavor", default="debugmodel", help="flavor of llama3 (default: debugmodel)")
+    add("--layers", type=int, help="number of layers (default: the flavor's)")
     add("--seq-len", type=int, default=2048, help="tokens of a row (default: 2048)")
-    add("--rows", type=int, default=1, help="of a step (default: 1)")
+    add("--rows", type=int, default=1, help="rows of a step (default: 1)")
     add("--steps", type=int, default=5, help="measured together, as one block (default: 5)")
     add("--rounds", type=int, default=10, help="blocks of each contender (default: 10)")
     add("--json", type=Path, metavar="FILE", help="write the result there, as an object")
@@ -243,7 +243,7 @@ def settled(args: argparse.Namespace, overrides: Sequence[str]) -> tuple[Work, d
     """
     work, base = settled_work(args, overrides)
     variants = {"trainer": work.config}
-    # By default not the reference kernel, which is slow.
+    # The reference kernel is slow, so it is not in the default.
     wanted = FEATURES[:-1] if args.features is None else [name for name in args.features.split(",") if name]
     for name in wanted:
         try:
@@ -265,7 +265,7 @@ def _options(feature: str, config: JobConfig) -> list[str]:
             raise ConfigError(f"{part!r} is none{did_you_mean(part, FEATURES)}")
         if part in _OPTIONS:
             options += _OPTIONS[part]
-        else:  # attention has a kernel of our choice where there is a window; one as long as the row hides nothing
+        else:  # only windowed attention takes a chosen kernel; a window as long as the row hides nothing
             options += [f"--parallelism.context_parallel_kernel={part.partition('=')[2]}"]
             options += [f"--model.sliding_window={config.training.seq_len}"]
     return options
@@ -281,7 +281,8 @@ def check_common(config: JobConfig) -> None:
         ConfigError: The bare loop does not support a setting.
     """
     job = resolve(config, 1)
-    training, features = config.training, "it is the trainer's alone; name it in --features, or leave it out"
+    training = config.training
+    features = "it is the trainer's alone; name it in --features, or leave it out"
     lacks = "the bare loop has none; leave it out"
     for key, differs, reason in (
         ("training.global_batch_size", training.global_batch_size not in (-1, training.local_batch_size), lacks),
@@ -323,7 +324,8 @@ def described(work: Work, argv: Sequence[str], script: str = "scripts/benchmarks
         argv: The command line.
         script: Path of the benchmark in the repository.
     """
-    shape, training = work.shape(), work.config.training
+    shape = work.shape()
+    training = work.config.training
     device = torch.cuda.get_device_name(work.device) if work.device.type == "cuda" else "cpu"
     return made_with(script, argv, device=device) | {
         "threads": torch.get_num_threads(),
@@ -367,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             end = row.get("error", " .. ".join(map(str, row.get("ratio_range", []))))
             print(f"{row['variant']:>18}", *(f"{cells[column]:>{widths[column]}}" for column in _COLUMNS), f" {end}")
             sys.stdout.flush()
-            if args.json is not None:  # after every row, so that an interrupted run leaves what it has
+            if args.json is not None:  # after every row, so that an interrupted run keeps its rows
                 args.json.write_text(json.dumps(result, indent=2) + "\n")
     except KeyboardInterrupt:
         return 130

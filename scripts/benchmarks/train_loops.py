@@ -127,7 +127,8 @@ class Bare:
         loss.backward()
         if self.working is not self.model:
             for kept, computed in zip(self.model.parameters(), self.working.parameters(), strict=True):
-                kept.grad, computed.grad = computed.grad.to(kept.dtype), None
+                kept.grad = computed.grad.to(kept.dtype)
+                computed.grad = None
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
         self.optimizer.step()
         return loss.detach()
@@ -188,8 +189,8 @@ def train(config: JobConfig, device: torch.device, steps: int, pace: Callable[[i
                 trainer.train()
                 del trainer
         finally:
-            logger.handlers = handlers  # the file is closed then
-            if dist.is_initialized():  # an error on a GPU leaves the group, for the process to end
+            logger.handlers = handlers  # the file of the log lines is closed
+            if dist.is_initialized():  # after an error on a GPU the group still exists
                 dist.destroy_process_group()
             torch._dynamo.reset()
         return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
@@ -250,7 +251,8 @@ class Rounds:
     """
 
     def __init__(self, work: Work, bare: Bare) -> None:
-        self.work, self.bare = work, bare
+        self.work = work
+        self.bare = bare
         self.bare_blocks: list[Block] = []
         self.blocks: list[Block] = []
         self._clock = Clock(work.device)
@@ -360,7 +362,8 @@ def _measure_memory(connection: Connection, threads: int, work: Work, config: Jo
         flavor, _, layers = work.config.model.flavor.partition(":")
         if layers:
             with_layers(flavor, int(layers))
-        memory, result = PeakMemory(work.device), {}
+        memory = PeakMemory(work.device)
+        result = {}
 
         def pace(step: int) -> None:
             if step == WARMUP + 1:

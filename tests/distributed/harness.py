@@ -102,12 +102,12 @@ which handles each operator for each new mesh."""
 
 @dataclass
 class Record:
-    """What a run did, whole tensors in the reference's shapes; lists have one entry a step."""
+    """The results of a run: whole tensors in the reference's shapes; lists have one entry for each step."""
 
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    """Those that the optimizer gets: settled and clipped."""
+    """The gradients that the optimizer gets, clipped."""
     limits: list[float] = field(default_factory=list)
-    """What clipping promises their common norm to be."""
+    """The largest norm of all gradients together that clipping allows."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     """At the end, like the weights."""

@@ -213,7 +213,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def cases_on_ranks(cases: list[Case]) -> list[Outcome | str]:
-    """What each case comes to on this rank, or its refusal."""
+    """Return the outcome of each case on this rank, or its refusal."""
     outcomes = []
     with ranks() as mesh:
         for case in cases:

@@ -180,7 +180,7 @@ def documents_apart_case(window: int | None, sinks: bool) -> list[float]:
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (3, False), (None, True), (3, True)])
 def test_packed_documents_are_as_if_each_were_alone(pool: WorkerPool, window: int | None, sinks: bool) -> None:
-    """What the parity of whole models rests on, with PyTorch's own attention under a dense mask as the oracle."""
+    """The parity of whole models rests on this law. The oracle is PyTorch's own attention under a dense mask."""
     (errors,) = pool.run(1, documents_apart_case, window, sinks)
     assert len(errors) > 10
     assert largest(*errors) < 1e-12

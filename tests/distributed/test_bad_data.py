@@ -182,7 +182,7 @@ def one_rank_case(folder: str, arguments: list[str], different: list[str]) -> tu
 
 
 def test_ranks_that_read_different_data_stop_before_the_first_step(pool: WorkerPool, tmp_path: Path) -> None:
-    """Of another data-parallel rank, whose batches are others anyway."""
+    """The ranks are two data-parallel ranks, so their batches differ in any case."""
     words = [f'{{"text": "some words that are read {i:02d}"}}\n' for i in range(20)]
     (tmp_path / "one.jsonl").write_text("".join(words))
     (tmp_path / "other.jsonl").write_text("".join([words[0], words[2], words[1], *words[3:]]))
@@ -201,7 +201,7 @@ def test_ranks_that_read_different_data_stop_before_the_first_step(pool: WorkerP
 
 
 def catalog_case(ranks_of_a_node: int) -> tuple[str, int]:
-    """What this rank is given, and how often it had to look."""
+    """Return the catalog that this rank gets, and how often it searched for it."""
     process = Process.from_environment()
     os.environ["LOCAL_RANK"] = str(process.rank % ranks_of_a_node)
     looked: list[str] = []

@@ -124,7 +124,7 @@ def test_training_does_not_change_what_is_being_written(
 
 
 def kept_memory_case(folder: str) -> list[tuple[int, bool]]:
-    """Of each of three saves: addresses that are new, and whether the copies are the state of that step."""
+    """Return for each of three saves the number of new addresses, and whether the copies have the state of the step."""
     arguments = [*LAYOUTS["fsdp2"][1], "--checkpoint.async_mode=async_with_pinned_mem", "--checkpoint.interval=1"]
     results, known = [], set()
     with trainer_in(folder, arguments) as trainer:
@@ -172,7 +172,7 @@ def read_case(folder: str, arguments: list[str]) -> list[str]:
 
 
 def test_a_rank_that_is_no_reader_opens_files_of_tensors_alone(pool: WorkerPool, tmp_path: Path) -> None:
-    """Of a thousand ranks one reads the metadata, once, and lists the files."""
+    """Among a thousand ranks, one rank reads the metadata, once, and lists the files."""
     arguments = LAYOUTS["fsdp2"][1]
     pool.run(2, load_step_save, str(tmp_path), arguments, 1)
     first, other = pool.run(2, read_case, str(tmp_path), arguments)

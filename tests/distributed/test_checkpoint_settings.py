@@ -45,7 +45,7 @@ def contents(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_load_only_resumes_and_writes_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
-    """Not even what an interrupted save has left is removed."""
+    """The leftovers of an interrupted save stay too."""
     pool.run(2, load_step_save, str(tmp_path / "a"), FSDP2, 2)
     (tmp_path / "a" / "checkpoint" / "step-9.tmp").mkdir()
     before = contents(tmp_path / "a")

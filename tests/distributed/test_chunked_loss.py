@@ -94,7 +94,7 @@ def test_a_wrong_part_of_the_vocabulary_is_seen(pool: WorkerPool) -> None:
 
 
 def calls_case(arguments: list[str]) -> tuple[Counter[str], Counter[str]]:
-    """How often each function of a chunk is called in a training step, and in a forward without gradients."""
+    """Count the calls of each function of a chunk, in a training step and in a forward without gradients."""
     calls: Counter[str] = Counter()
 
     def counted(options: object) -> chunked_loss_functions.ChunkFunctions:
@@ -120,7 +120,7 @@ def calls_case(arguments: list[str]) -> tuple[Counter[str], Counter[str]]:
 
 @pytest.mark.parametrize("layout", ["fsdp2", "cp2", "tp2"])
 def test_a_step_makes_the_logits_once_and_validation_no_gradient(pool: WorkerPool, layout: str) -> None:
-    """But twice where ranks have parts of the vocabulary."""
+    """If ranks have parts of the vocabulary, a step computes the logits twice."""
     world_size, arguments = LAYOUTS[layout]
     step_calls, without = pool.run(world_size, calls_case, [PRECISION, CHUNKED, *arguments])[0]
     assert step_calls.keys() == ({"statistics", "gradient"} if layout == "tp2" else {"at_once"})
@@ -170,7 +170,7 @@ ONE_BATCH = "--training.global_batch_size=4"
 
 @pytest.mark.parametrize("reshard", [[ALWAYS], *slow([])], ids=["always", "default"])
 def test_fsdp_gathers_the_weight_once_and_reduces_its_gradient_once(pool: WorkerPool, reshard: list[str]) -> None:
-    """Not once a chunk: with 7 chunks as with one, and as without."""
+    """The number does not grow with the chunks: 7 chunks, one chunk, and no chunks have the same collectives."""
     world_size, arguments = LAYOUTS["fsdp2"]
     chunk_counts = [
         pool.run(

@@ -59,7 +59,7 @@ def made_groups(degrees: Degrees, rank: int) -> list[int]:
     ],
 )
 def test_a_set_of_ranks_has_one_communicator(world_size: int, settings: dict[str, int], sizes: list[int]) -> None:
-    """And all meshes of one rank are one group, which has none."""
+    """All meshes of one rank share a group without a communicator."""
     degrees = degrees_of(world_size, **settings)
     for rank in (0, world_size - 1):
         assert made_groups(degrees, rank) == [1, *sizes]

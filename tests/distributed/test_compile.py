@@ -266,7 +266,7 @@ def test_code_that_another_compiled_is_not_taken(pool: WorkerPool, tmp_path: Pat
 
 @pytest.mark.parametrize(("rank", "groups"), [(1, "2 3"), (0, "2 4")], ids=["another rank", "another job"])
 def test_the_key_of_the_caches_names_rank_and_groups(rank: int, groups: str) -> None:
-    """And keeps what the user has put before; the same job finds its own code."""
+    """The key keeps the user's tag, and the same job has the same key."""
     keys = []
     with torch.compiler.config.patch(cache_key_tag="mine"):
         for job in ((0, "2 3"), (rank, groups), (0, "2 3")):

@@ -308,7 +308,7 @@ def test_ranks_that_agree_pass_and_without_the_check_nobody_notices(pool: Worker
 
 
 def planned_case() -> list[tuple[int, int]]:
-    """How many plans were made, and how many lowered, in 20 equal steps, and in 21 steps of seven masks."""
+    """Count the plans made and the plans lowered, in 20 equal steps and in 21 steps of seven masks."""
     process = Process.from_environment()
     counts = []
     with process_group(process, parse_command_line([]).config.comm):
@@ -330,6 +330,6 @@ def planning_calls() -> tuple[int, int]:
 
 
 def test_equal_steps_are_planned_once(pool: WorkerPool) -> None:
-    """And documents that change are planned again: the counter sees them."""
+    """Documents that change are planned again, which the counter sees."""
     for counts in pool.run(2, planned_case):
         assert counts == [(1, 1), (7, 7)]

@@ -132,7 +132,7 @@ RATIOS = [(12, 12), (12, 6), (12, 4), (12, 3), (12, 2), (12, 1)]
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("degree", [4, *slow(2)])
 def test_every_head_ratio(pool: WorkerPool, degree: int, method: str) -> None:
-    """Also key/value heads fewer than ranks, and numbers that have no common factor with the degree."""
+    """Cases have fewer key/value heads than ranks, and numbers that have no common factor with the degree."""
     options = ContextParallelOptions(method)
     assert_exact(pool, degree, [Case(21, heads, options=options, mask="documents") for heads in RATIOS])
 

@@ -188,7 +188,7 @@ def compiled_operators() -> dict[str, object]:
 
 
 def refusals() -> list[str]:
-    """What a wrong use says."""
+    """Return the error of each wrong use."""
     with meshes() as all_meshes:
         group = all_meshes[0].get_group()
         domain = Domain({2: Axis(sized([3, 2]), group)})

@@ -51,7 +51,7 @@ def domain_on(mesh: DeviceMesh, width: int = SHAPE[3]) -> Domain:
 
 
 def piece_domain(mesh: DeviceMesh, _: int) -> Domain:
-    """Of two ranks the first has the ends, the second the middle."""
+    """Return a domain in which the first rank has both ends, and the second rank the middle."""
     layout = AxisLayout("pieces", 32, (((0, 5), (25, 32)), ((5, 25),)))
     return Domain({2: Axis(layout, mesh.get_all_groups()[0])})
 
@@ -168,7 +168,7 @@ class Refused(nn.Module):
 
 
 def preparations() -> dict[str, Any]:
-    """What `parallelize` does and says."""
+    """Return observations of `parallelize`: its errors, its changes of a model, and its output."""
     with meshes() as all_meshes:
         mesh = all_meshes[-1]
         domain = domain_on(mesh)
@@ -289,7 +289,7 @@ class Drops(nn.Module):
 
 
 def disagreements() -> dict[str, str]:
-    """What `parallelize` says of inputs that the ranks describe differently."""
+    """Return the errors of `parallelize` for inputs that ranks describe differently."""
     said = {}
     with meshes() as all_meshes:
         group = all_meshes[-1].get_all_groups()[0]

@@ -40,7 +40,7 @@ def by_hand(queries: torch.Tensor, points: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def neighbours(seed: int) -> list[str]:
-    """What differs from all distances computed by hand."""
+    """Return the cases that differ from distances computed by hand."""
     wrong, rng = [], random.Random(seed)
     with meshes() as (mesh, *_):
         group = mesh.get_all_groups()[0]

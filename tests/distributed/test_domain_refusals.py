@@ -73,7 +73,7 @@ USES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
 
 
 def refusals() -> dict[str, str]:
-    """What each use says, and how many collectives ran."""
+    """Return the error of each use, and the number of collectives."""
     said = {}
     with meshes() as (mesh, *_):
         x, other = (made(sizes, mesh) for sizes in ((4, 2), (2, 4)))
@@ -101,7 +101,7 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 def torch_errors() -> dict[str, str]:
-    """What torch says of each use, and how many collectives ran; all rows are on rank 0."""
+    """Return torch's error of each use, and the number of collectives; all rows are on rank 0."""
     said = {}
     with meshes() as (mesh, *_):
         x = made((6, 0), mesh)

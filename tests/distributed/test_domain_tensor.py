@@ -75,7 +75,7 @@ def test_whole_tensors_run_every_function(pool: WorkerPool, world_size: int) -> 
 
 
 def properties() -> dict[str, object]:
-    """What a sharded tensor says of itself."""
+    """Return properties of a sharded tensor."""
     with meshes() as (mesh, *_):
         x = made((4, 2), mesh)
         values, _ = x.max(1)

@@ -124,7 +124,7 @@ class Gradients:
 
 
 def overlap_case(folder: str, arguments: list[str]) -> dict[str, Any]:
-    """What the backward of the first layer finds, which waits for the update of the last one."""
+    """Let the backward of the first layer wait for the update of the last layer; return the state at this moment."""
     with trainer_in(folder, [*EARLY, *arguments]) as trainer:
         (model,) = trainer.model_parts
         trainer.train_step(1)
@@ -157,7 +157,7 @@ def overlap_case(folder: str, arguments: list[str]) -> dict[str, Any]:
 def test_the_last_layer_is_updated_before_the_backward_of_the_first_one(
     pool: WorkerPool, tmp_path: Path, ranks: int
 ) -> None:
-    """And by the worker, which waits for each copy first."""
+    """The worker updates it, and waits for each copy first."""
     arguments = [AT_ONCE[ranks], *(LAYOUTS["fsdp2"][1] if ranks == 2 else [])]
     for results in pool.run(ranks, overlap_case, str(tmp_path), arguments):
         assert results["updated"]

@@ -170,7 +170,7 @@ def answers_case(
 
 
 def likeliest_case(argv: list[str], folder: str, prompts: list[NeedlePrompt]) -> list[list[int]]:
-    """What the model says at each labelled place, from the logits of whole prompts."""
+    """Return the model's likeliest tokens at the labelled positions, from the logits of whole prompts."""
     process = Process.from_environment()
     _, job = checked([*argv, "--ngpu", "1", "--output", folder])
     with process_group(process, job.config.comm), torch.no_grad():
@@ -186,7 +186,7 @@ def likeliest_case(argv: list[str], folder: str, prompts: list[NeedlePrompt]) ->
 def test_an_answer_is_right_if_all_its_tokens_are_the_likeliest(
     pool: WorkerPool, folder: Path, tmp_path: Path, layout: str
 ) -> None:
-    """Of six prompts, two have all labels as the model says them, two all but the first, two others none."""
+    """Of six prompts, two have the likeliest tokens as labels, two all except the first, and two none."""
     argv = options(folder, "--batch-size", "4")
     prompts = needle_prompts(open_tokenizer(), 128, (0.0, 50.0), 3, seed=1)
     (said,) = pool.run(1, likeliest_case, argv, str(tmp_path), prompts)

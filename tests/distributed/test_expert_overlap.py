@@ -41,7 +41,7 @@ class Noted(torch.autograd.Function):
 
 
 def order_case(arguments: list[str], waits_at_once: bool) -> list[str]:
-    """What happened in one step of one micro-batch."""
+    """Return the events of one step with one micro-batch, in order."""
     events: list[str] = []
     real, shared = expert_parallel.all_to_all, MoE.shared_output
 

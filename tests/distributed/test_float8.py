@@ -191,7 +191,7 @@ def test_shards_are_gathered_in_float8_and_scales_in_one_reduction(pool: WorkerP
 
 @pytest.mark.slow
 def test_checkpoints_are_plain_and_a_resumed_run_is_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path) -> None:
-    """What was saved with weights gathered in float8 is read, exactly, without float8 and by another layout."""
+    """A checkpoint of a run that gathers weights in float8 loads exactly, without float8 and on another layout."""
     world_size, arguments = LAYOUTS["fsdp2"]
     settings = [*FLOAT8, GATHER, *arguments]
     whole = merged(pool.run(world_size, load_step_save, str(tmp_path / "one"), settings, 2), "after")

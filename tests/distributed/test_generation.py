@@ -214,7 +214,7 @@ def test_a_rank_keeps_its_own_heads_and_tokens_and_no_more_than_are_written(pool
 
 
 def hugging_face_case(family: str, prompts: list[list[int]], tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """What we write, and what transformers writes with the same weights."""
+    """Return our continuations of the prompts, and transformers' continuations with the same weights."""
     with opened(Model(name=family)) as (part, job, dims):
         ours = generate(part, job, dims, prompts, Writing(tokens, GREEDY, seed=0))
         args = job.model

@@ -248,7 +248,7 @@ def trainer_from(folder: str, hf: str, arguments: list[str]) -> Iterator[Trainer
 
 @pytest.mark.parametrize("layout", ["fsdp2+tp2", *slow("pp2")])
 def test_a_rank_reads_what_it_holds(pool: WorkerPool, tmp_path: Path, layout: str) -> None:
-    """And the rest of the heads that it has a part of: none here, as shards end with heads."""
+    """If a shard ended inside a head, the rank would read the whole head. Here shards end with heads."""
     initial("plain").save_pretrained(tmp_path / "hf")
     world_size, arguments = LAYOUTS[layout]
     arguments = [*arguments, "--training.dtype=float64"]  # as the file

@@ -119,7 +119,7 @@ def compiled_case() -> list[float | str]:
 
 
 def test_a_compiled_model_runs_as_it_is(pool: WorkerPool) -> None:
-    """Not compiled inside the context; if it must be, that is said."""
+    """The model runs uncompiled inside the context. If compilation is required, an error says so."""
     for *errors, message in pool.run(RANKS, compiled_case):
         assert largest(*errors) < 1e-12
         assert "cannot be compiled" in message

@@ -94,7 +94,7 @@ def lines_of(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_the_run_is_that_of_steps_that_are_read_at_once(pool: WorkerPool, tmp_path: Path, sources: list[str]) -> None:
-    """Also through a stop and a resume: weights, moments, biases of routers, positions, and each logged line."""
+    """Through a stop and a resume, weights, moments, biases of routers, positions and logged lines are equal."""
     ranks, arguments = LAYOUTS["ep2"]
     settings = [*arguments, *sources]
     at_once = pool.run(ranks, training_case, str(tmp_path / "once"), settings, True)

@@ -67,7 +67,7 @@ def in_groups_case(cases: list[Case], size: int) -> list[dict]:
 
 @pytest.mark.parametrize("size", [0, 40_000])
 def test_heads_are_expanded_in_groups(pool: WorkerPool, size: int) -> None:
-    """Of one head, and of a few; the last group is smaller. Nothing more is sent."""
+    """Groups have one head or a few; the last group is smaller. No other messages are sent."""
     cases = [Case(40, (7, 1), options=ContextParallelOptions("ring"), latent=SIZES, mask="documents")]
     for results in pool.run(2, in_groups_case, cases, size):
         assert all(error < 1e-12 for error in results[0]["errors"])

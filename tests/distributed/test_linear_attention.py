@@ -189,7 +189,7 @@ def test_random_layouts_and_documents(pool: WorkerPool, world_size: int, seed: i
 
 
 def test_maps_are_gathered_while_they_are_small() -> None:
-    """Of 32 heads with 128 x 256 numbers in float32, 4 MiB a fragment: up to 16 fragments."""
+    """Maps of 32 heads with 128 x 256 numbers in float32 take 4 MiB a fragment: up to 16 fragments are gathered."""
     for fragments, gathered in ((2, True), (16, True), (17, False), (128, False)):
         layout = AxisLayout("fragments", fragments, (((0, fragments),),))
         assert linear_scan.is_gathered(layout, 4 * 32 * 128 * 256) == gathered

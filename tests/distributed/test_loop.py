@@ -147,7 +147,7 @@ def plain_case(folder: str) -> list[dict[str, float]]:
 
 
 def test_a_step_is_that_of_plain_code(pool: WorkerPool, tmp_path) -> None:
-    """What layouts are compared with: one process against cross entropy, a backward and clipping written out."""
+    """The reference of all layouts, one process, equals a cross entropy, a backward and clipping written out."""
     (steps,) = pool.run(1, plain_case, str(tmp_path))
     for differences in steps:
         assert len(differences) > 20

@@ -89,7 +89,7 @@ def one(pool: WorkerPool, hf: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def test_sequences_in_chunks_train_the_same_adapters(
     pool: WorkerPool, hf: Path, tmp_path: Path, modules: list[str]
 ) -> None:
-    """Also where keys and values of the first layer have no gradient."""
+    """Some cases have no gradient of keys and values in the first layer."""
     runs = [["--lora.modules", *modules, *options] for options in ([], ["--training.sequence_chunks=3"])]
     one, got = (pool.run(1, train, str(tmp_path / str(len(run))), str(hf), run)[0] for run in runs)
     assert not differences(got, one)
@@ -100,7 +100,7 @@ def exported(run: dict) -> dict[str, torch.Tensor]:
 
 
 def differences(got: dict, wanted: dict) -> list[str]:
-    """What differs by more than 1e-10, relative to its norm."""
+    """Return the names of tensors that differ by more than 1e-10, relative to their norm."""
     compared = [("after", got["after"], wanted["after"]), ("merged", exported(got), exported(wanted))]
     compared += [("gradient", *pair) for pair in zip(got["gradients"], wanted["gradients"], strict=True)]
     for ours, theirs in zip(got["metrics"], wanted["metrics"], strict=True):
@@ -355,7 +355,7 @@ def test_a_checkpoint_has_adapters_only_and_resumes_on_another_layout(
 
 
 def sum_of_weights(folder: str, start: str, arguments: list[str], steps: int) -> float:
-    """Of the frozen ones, on one rank, at the start."""
+    """Train and save on one rank; return the sum of the frozen weights' absolute values at the start."""
     with trainer_in(folder, ["--model.flavor=tiny", *arguments, *start_of(start)]) as trainer:
         total = sum(p.double().abs().sum().item() for p in trainer.model_parts[0].parameters() if not p.requires_grad)
         for step in range(trainer.start_step + 1, trainer.start_step + steps + 1):

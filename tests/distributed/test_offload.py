@@ -123,7 +123,7 @@ def test_memory_of_the_device_does_not_grow_with_the_layers() -> None:
 
 
 def test_results_of_attention_leave_the_device_with_the_inputs() -> None:
-    """What each layer more keeps falls by its input (B, S, dim), its output (B, H, S, D), and log-sum-exp (B, H, S)."""
+    """A further layer keeps neither its input (B, S, dim), nor its output (B, H, S, D) and log-sum-exp (B, H, S)."""
     tokens, rows = torch.zeros(2, 64, dtype=torch.int64), 2 * 64
     hidden, lse, grown = rows * harness.TINY.dim * 4, rows * harness.TINY.n_heads * 4, {}
     for offload in ("none", "inputs", "inputs+attention"):

@@ -167,7 +167,7 @@ def world_size(row: Row) -> int:
 
 
 def arguments(row: Row) -> tuple[list[str], list[str]]:
-    """Of the layout, and of the single process."""
+    """Return the arguments of the layout, and of the single process."""
     model = ["--training.dtype=float64", *(a for axis in OF_MODEL for a in OF_MODEL[axis][row[axis]])]
     rows = 2
     if row["pp"] == "4":
@@ -208,7 +208,7 @@ def test_a_combination_equals_one_process(pool: WorkerPool, row: Row) -> None:
 
 
 def test_every_pair_that_goes_together_is_in_a_row() -> None:
-    """And the quick rows hold every value, and two of three pairs."""
+    """The quick rows have every value, and two thirds of the pairs."""
     everything, quick = ({pair for row in rows for pair in pairs_of(row)} for rows in (ROWS, QUICK))
     values = {(axis, value) for axis, axis_values in AXES.items() for value in axis_values}
     assert {value for pair in quick for value in pair} == values

@@ -66,7 +66,7 @@ def test_a_stage_may_end_with_the_norm_under_tensor_parallelism(pool: WorkerPool
 
 
 def test_every_nth_layer_is_recomputed_by_its_number(pool: WorkerPool) -> None:
-    """Of two stages of a layer each, the second."""
+    """Each of two stages has one layer; the second layer is recomputed."""
     every_2nd = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
     (first, _), (last, _) = pool.run(2, counted_case, [PRECISION, *PP2, *every_2nd])
     assert first["layers.0.attention.inner_attention"] == 8
@@ -150,7 +150,7 @@ class BrokenLayerError(RuntimeError):
 
 @pytest.mark.parametrize("schedule", ["Interleaved1F1B", *slow("1F1B")])
 def test_what_a_stage_raises_arrives_as_it_is(pool: WorkerPool, schedule: str) -> None:
-    """Not wrapped into an error that lists the stage's arguments."""
+    """The error is not wrapped into an error that lists the stage's arguments."""
     options = FOUR_STAGES if schedule != "1F1B" else []
     choice = f"--parallelism.pipeline_parallel_schedule={schedule}"
     with pytest.raises(RankFailedError) as error:

@@ -107,7 +107,7 @@ def pairs_in(batch: dict) -> list[Pair]:
 
 
 def log_probability(model: LlamaForCausalLM, side: tuple[list[int], list[int]]) -> torch.Tensor:
-    """Of the answer of a side by itself."""
+    """Return the log-probability of the answer of a side, computed alone."""
     tokens, labels = (torch.tensor(x) for x in side)
     padded = F.pad(tokens, (0, SEQ_LEN - len(tokens)))  # the rotary table has this length
     logits = model(padded[None], use_cache=False).logits[0, : len(tokens)]

@@ -257,7 +257,7 @@ def refused_arguments(mesh: DeviceMesh, layout: AxisLayout, x: torch.Tensor) -> 
 
 
 def second_derivatives(group: dist.ProcessGroup, layout: AxisLayout, x: torch.Tensor) -> list[list[float]]:
-    """Of the sum of squares, which is the number of copies of a row that count, times two."""
+    """Return second derivatives of the sum of squares: twice the number of copies of a row that count."""
     leaf, values = x[:, :4].clone().requires_grad_(), []
     for act in (
         lambda: exchange(leaf, layout, [[(0, 8)]] * 2, dim=1, group=group),

@@ -205,7 +205,7 @@ class Noted:
 
 
 def waiting_case() -> tuple[Counter[str], int]:
-    """How often what waits is taken ahead or late, and how much waits in the end."""
+    """Count how often waiting tensors are fetched ahead or late, and how many still wait at the end."""
     noted: Counter[str] = Counter()
     rows = ChunkRows(partial(Noted, noted=noted))
     with trainer_of([CHUNKS]) as trainer, mock.patch.object(regions, "ChunkRows", return_value=rows):

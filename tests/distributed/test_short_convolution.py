@@ -48,7 +48,7 @@ def mesh_of_all() -> Iterator[DeviceMesh]:
 
 
 def any_layout(rng: random.Random, length: int, degree: int) -> AxisLayout:
-    """Also with many short pieces a rank, so that a window spans several owners."""
+    """Return a random layout; some have many short pieces a rank, so that a window spans several owners."""
     if rng.random() < 0.6:
         return layout_of(rng, length, degree)
     shards: list[list[tuple[int, int]]] = [[] for _ in range(degree)]
@@ -217,7 +217,7 @@ WORK = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", WORK)
 def test_other_work_equals_single_process(pool: WorkerPool, case: str) -> None:
-    """What test_pairs.py does not have together with it, and documents assigned by cost."""
+    """Cases that test_pairs.py does not combine with a short convolution, and documents assigned by cost."""
     settings = ["--training.dtype=float64", "--model.short_conv_kernel=4", "--training.attention_mask=document"]
     layout, work = WORK[case]
     balanced = "--parallelism.context_parallel_load_balancer=balanced"

@@ -26,7 +26,7 @@ assert {(cell.layout, cell.feature) for cell in cells()} >= QUICK
 
 @pytest.fixture(scope="module")
 def record(request: pytest.FixtureRequest) -> Iterator[Record]:
-    """What earlier runs found; with --record-support, what this one finds is written, and the page made again."""
+    """Outcomes of earlier runs. With --record-support, this run's outcomes are saved and the page is rewritten."""
     outcomes = Record()
     yield outcomes
     if request.config.getoption("--record-support"):

@@ -138,7 +138,7 @@ def counted(calls: list[int], forward: object) -> object:
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_inner_activations_do_not_grow_with_the_sequence(mode: str) -> None:
-    """Of the network they are much more than its input. Nor does it compute more than twice, checkpointed or not."""
+    """The network's inner tensors are much larger than its input. It computes at most twice, checkpointed or not."""
     settings = ActivationCheckpoint(mode)
     short, long, whole = (measure_layers(settings, *sizes) for sizes in ((64, 32), (256, 32), (256, 256)))
     inner = 4096 * 4  # bytes a token of one of the network's inner tensors

@@ -14,7 +14,7 @@ GIVEN = ["--training.dtype=float64", "--metrics.log_update_norms", "--metrics.lo
 
 
 def norms_case(arguments: list[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """What the second step logs, and the same of whole weights, of parameters that this rank has."""
+    """Return the norms that the second step logs, and the norms of whole weights, for this rank's parameters."""
     with trainer_of([*GIVEN, *arguments]) as trainer:
         trainer.train_step(1)
         trainer.read_step()

@@ -75,7 +75,7 @@ def test_fsdp_comes_before_tensor_parallelism_inside_a_node(worker: Worker) -> N
 
 
 def test_all_to_all_comes_before_a_ring_at_64k_inside_a_node(worker: Worker) -> None:
-    """Of prime-rl's runs at 65,536 tokens an all-to-all lost up to 8 %, a ring 29 to 32 %."""
+    """In prime-rl's runs at 65,536 tokens, all-to-all lost up to 8 %, and a ring 29 to 32 %."""
     arguments = ["--job.config_file=llama3_8b_long", "--training.seq_len=65536", "--training.attention_mask=causal"]
     choices = suggestions(partial(estimate, worker, ranks=8, device=device("h100")), arguments, 8, 200e9)
     settings_of_8 = [c.settings for c in choices if c.settings["parallelism.context_parallel_degree"] == "8"]

@@ -51,7 +51,7 @@ def test_launches_messages_and_memory_are_those_committed(results: Found, name: 
 @needs_pinned
 @needs_compiler
 def test_twelve_peaks_are_committed() -> None:
-    """Of live bytes, among them 8B at 131,072 and at 1,048,576 tokens; and no row is committed that is gone."""
+    """Peaks of live bytes include 8B at 131,072 and at 1,048,576 tokens; no committed row lacks its case."""
     wanted = expected()
     assert set(wanted) == set(NAMES)
     assert set(NAMES) > table.WHOLE_ONLY

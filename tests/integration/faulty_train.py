@@ -22,7 +22,7 @@ CHECKPOINT_OF_FAULT = 4
 
 
 def fail(kind: str) -> None:
-    """What happens to this rank: die, stop (as a whole), hang (threads live), raise."""
+    """Let this rank fail: die, stop the process, hang (its threads live), or raise."""
     Path(os.environ["FAULT"].split(maxsplit=3)[3]).touch()
     if kind == "die":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -90,7 +90,7 @@ def plant(kind: str, place: str) -> None:
 
 
 def act_as_watchdog(folder: Path) -> None:
-    """What NCCL's watchdog does to a rank that waits: it writes the last collectives to a file, and aborts."""
+    """Act like NCCL's watchdog in a rank that waits: write the last collectives to a file, and abort."""
 
     def watch() -> None:
         while not Path(os.environ["FAULT"].split(maxsplit=3)[3]).exists():

@@ -54,7 +54,7 @@ CASES = [("1", kind, place) for place in PLACES for kind in KINDS] + [
 
 
 class Ended(NamedTuple):
-    """How a job ended; seconds since the rank failed."""
+    """The end of a job: exit code, output, seconds since the rank failed, and the processes that are left."""
 
     code: int
     out: str

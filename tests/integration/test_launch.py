@@ -161,7 +161,7 @@ def test_a_wrong_number_of_ranks(value: str) -> None:
 
 @pytest.mark.slow
 def test_data_that_turns_bad_during_the_run(tmp_path: Path) -> None:
-    """What only the running job can find is one sentence and exit code 2 too."""
+    """Errors that only the running job can find are also one sentence and exit code 2."""
     data = tmp_path / "data.txt"
     documents = [tmp_path / f"{i}.txt" for i in range(4)]
     for document in documents[:3]:

@@ -44,7 +44,7 @@ def left_as_before() -> Iterator[None]:
 
 
 def losses_of_both(work: Work) -> list[tuple[float, float]]:
-    """Of three steps, (trainer's, bare)."""
+    """Return the losses of three steps: (trainer, bare loop)."""
     bare = Bare(work)
     steps = train(work.config, work.device, 3, lambda step: None)
     return [(step["loss"], bare.step().item()) for step in steps]

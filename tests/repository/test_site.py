@@ -86,7 +86,7 @@ def test_code_in_a_list_is_code(site: Path) -> None:
 
 @needs_browser
 def test_code_is_not_cut_on_a_screen_of_1280_pixels(site: Path, tmp_path: Path) -> None:
-    """What explains a command stands behind it."""
+    """A cut line would hide the explanation at its end."""
     script = (
         "<script>addEventListener('load', () => { const cut = [...document.querySelectorAll('pre > code')]"
         ".filter(x => x.scrollWidth > x.clientWidth + 1).map(x => x.innerText.slice(0, 60));"

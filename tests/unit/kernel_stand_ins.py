@@ -49,7 +49,7 @@ def differentiate(dout, q, k, v, out, lse, hidden, scale):
 
 
 def aligned(*tensors: torch.Tensor) -> None:
-    """What all of these operators read: heads of a multiple of 8, 16 bytes at a time."""
+    """Check that the operators can read the tensors: heads of a multiple of 8, and rows aligned to 16 bytes."""
     for x in tensors:
         step = 16 // x.element_size()
         assert x.stride(-1) == 1

@@ -67,7 +67,7 @@ def imbalance_of_pairs(layout: AxisLayout, mask: Mask) -> float:
 
 
 def rows_sent(layout: AxisLayout, mask: Mask) -> int:
-    """How many keys reach ranks that do not own them, once for each."""
+    """Return the number of keys that reach ranks that do not own them, counted once for each rank."""
     needs = Needs(layout, layout, mask)
     return sum(size(difference(needs.keys(rank), needs.kv_ranges[rank])) for rank in range(layout.degree))
 

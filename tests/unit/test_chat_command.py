@@ -27,7 +27,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, *slow(2)])
 def test_answers_are_those_of_transformers(ranks, folder):
-    """Of the second turn too, which sees the first answer, and after the conversation has begun again."""
+    """The second turn sees the first answer, and /reset begins the conversation again."""
     lines = ["two and three?", "sure?", "/reset", "the quick fox", "/tool five"]
     done = subprocess.run(
         [

@@ -77,7 +77,7 @@ def test_one_wrong_bit_anywhere_in_a_tensor_is_found(tmp_path: Path, bit: int, w
 
 
 def test_zeros_in_place_of_data_are_found(tmp_path: Path):
-    """What a crash of the machine may leave of a file that was not on the disk yet."""
+    """A crash of the machine may leave zeros in a file that was not on the disk yet."""
     path = save(tmp_path, TENSORS) / "__0_0.distcp"
     path.write_bytes(bytes(path.stat().st_size))
     assert cause(path.parent)

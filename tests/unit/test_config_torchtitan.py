@@ -26,7 +26,7 @@ OWN_DATA = ["--training.dataset", "python_stdlib", "--model.tokenizer_path", "No
 
 @dataclass(frozen=True)
 class Wanted:
-    """What one size asks for, the same in all three years."""
+    """Settings of one size of the model, the same in all three years."""
 
     ranks: int
     flavor: str
@@ -323,7 +323,7 @@ def test_a_folder_of_assets_gives_its_tokenizer(name: str, tmp_path, monkeypatch
 
 
 def row(key: str) -> str:
-    """What the page says of a key."""
+    """Return the row of a key in the table of the page."""
     if key in OLDER:
         return f"| `{key}` | `{OLDER[key].key}`, {OLDER[key].words} |"
     return f"| `{key}` | {ABSENT[key].replaced} |"

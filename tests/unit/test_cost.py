@@ -279,7 +279,7 @@ def test_exchanged_bytes_are_those_of_the_pieces(
 
 
 def groups_of(layout: AxisLayout, head_degree: int) -> AxisLayout:
-    """What the ranks of a head group own together."""
+    """Return the layout of head groups: each group owns the tokens of its ranks."""
     groups = (union(sum(layout.ranges[r : r + head_degree], ())) for r in range(0, layout.degree, head_degree))
     return AxisLayout("groups", layout.length, tuple(groups))
 
@@ -321,7 +321,7 @@ def test_keys_are_sent_once_however_many_queries_a_pass_has(kv_heads: int, group
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_passes_of_query_heads_send_the_bytes_of_one_pass(direction: str):
-    """Of q, k, v, and of their gradients; a row of the log-sum-exp is 16 bytes at least."""
+    """Bytes of q, k, v and their gradients are equal; rows of the log-sum-exp are padded to 16 bytes."""
     layout, shape = contiguous(128, 2), AttentionShape(1, 16, 2, 16, 2)
     (_, whole), *_ = cost_of_all(layout, causal(128), "all_to_all", shape, direction)
     for query_heads in (1, 2, 4):

@@ -53,7 +53,7 @@ def test_the_holder_is_named_and_its_end_frees_the_folder(tmp_path: Path) -> Non
 
 
 def test_the_folder_of_checkpoints_is_held_where_the_job_saves_to_it(tmp_path: Path) -> None:
-    """Also from another dump folder, and by another name."""
+    """A job with another dump folder, or another name of the folder, sees the lock."""
 
     def folders(*arguments: str) -> dict[str, Path]:
         return folders_of(parse_command_line([f"--job.dump_folder={tmp_path}/one", *arguments]).config)

@@ -64,7 +64,7 @@ def rank_gradients(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tens
 
 
 def errors(routing: str, ranks: int = RANKS) -> list[float]:
-    """Of the outputs, and of the gradients of tokens, weights and experts."""
+    """Return relative errors of the outputs, and of the gradients of tokens, weights and experts."""
     (x, chosen, weights, cotangent), experts, _ = problem(routing)
     wanted = gradients(
         lambda x, w, e: expert_sums(x, chosen, w, e, clamped=True, scale=SCALE), x, weights, experts, cotangent

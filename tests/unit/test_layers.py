@@ -62,7 +62,7 @@ def test_flops_count_the_keys_that_a_query_sees() -> None:
 
 
 def test_a_token_meets_the_experts_that_it_chooses() -> None:
-    """And the router, whose weights every token meets."""
+    """The weights of the router count for every token."""
     mixer, experts = AttentionArgs(4, 4, 8), ExpertArgs(number=8, per_token=2, hidden_dim=16)
     sparse, dense = (Layer(mixer, x, NormArgs()) for x in (experts, DenseArgs(2 * 16)))
     router = 8 * 32

@@ -44,7 +44,7 @@ def copies(rank: int, mesh: ThreadMesh, case: Case) -> tuple[Counter[str], Count
 
 
 def most_copies(degree: int, kv_heads: int, load_balancer: str) -> tuple[int, int]:
-    """Of any rank, forward and backward, without one of each piece that arrives: these are the group's."""
+    """Return the most copies on a rank, forward and backward, without the group's copy of each arriving piece."""
     options = ContextParallelOptions("all_to_all", load_balancer, kernel="cpu_flash")
     case = Case(64, (8, kv_heads), options=options)
     counts = zip(*run_ranks(degree, copies, case), strict=True)

@@ -124,7 +124,7 @@ def rows(batches) -> list[tuple]:
 @settings(deadline=None, max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4]), st.integers(0, 9)), min_size=1, max_size=5))
 def test_resume_on_any_degree_is_exact(alone: bool, legs: list[tuple[int, int]]) -> None:
-    """Also in the middle of a document that has several pieces."""
+    """Some runs stop inside a document that has several pieces."""
     lengths = [5, 90, 13, 150, 40, 8, 19, 61, 2, 1, 17, 33] * 4
     assert_exact_in_legs(partial(loader, lengths, alone=alone), rows, legs)
 

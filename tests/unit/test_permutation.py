@@ -22,7 +22,7 @@ KEYS = list(range(1, 9))
 @settings(deadline=None, max_examples=60)
 @given(st.integers(2, 3000), st.lists(st.integers(0, 2**64 - 1), min_size=8, max_size=8))
 def test_every_item_has_one_place(n: int, keys: list[int]) -> None:
-    """Of any number, also where the grid has more cells than items."""
+    """Any number of items works, also if the grid has more cells than items."""
     assert sorted(Permutation(n, keys)) == list(range(n))
 
 

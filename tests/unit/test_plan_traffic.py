@@ -144,7 +144,7 @@ Batch = tuple[str, tuple[Message, ...] | None]
 
 
 def program(plan: RankPlan, direction: str, passes: int) -> Iterator[tuple[str, Batch]]:
-    """What a rank posts and waits for, in the order in which the stages are run."""
+    """Yield the posts and waits of a rank, in the order of the stages."""
     stages = getattr(plan, direction)
     line = [stages[0], *stages[1:] * passes]
     homeward: Batch | None = None

@@ -67,7 +67,7 @@ def test_other_answers_as_json_print_json_alone(tmp_path: Path, capfd: pytest.Ca
 def test_a_time_out_that_is_too_short_for_the_predicted_step_is_told(
     tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several ranks: one rank waits for nobody."""
+    """Only several ranks get the note, because one rank waits for nobody."""
     time = StepTime(313.4, {})
     of = SimpleNamespace(profile=SimpleNamespace(peak=1.0), reserved=1.0, by_purpose={}, time=time, record=dict)
     comm = "--comm.init_timeout_seconds=1000"

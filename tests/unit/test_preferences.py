@@ -103,7 +103,7 @@ def test_a_pair_is_two_documents_of_one_sequence(tmp_path: Path, folder: Path, p
 
 
 def test_the_last_token_of_a_side_has_no_label() -> None:
-    """Also if the other side begins with an answer, as a text with an empty prompt does."""
+    """The other side may begin with an answer, if its prompt is empty."""
     pair = Encoded(np.arange(5), np.ones(5, dtype=bool), lengths=(2, 3))
     assert sample_of(pair).labels.tolist() == [1, IGNORE_INDEX, 3, 4, IGNORE_INDEX]
 

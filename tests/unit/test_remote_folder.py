@@ -227,7 +227,7 @@ def fails_after(folder: RemoteStore, size: int) -> None:
 
 
 def test_an_object_of_a_failed_write_never_appears(folder: RemoteStore) -> None:
-    """Not even when the garbage collector closes it, and no part of it is left that would be billed."""
+    """The garbage collector does not finish the write, and no uploaded part is left."""
     for size in (1000, 12 * 2**20):  # in one request, and in parts
         with pytest.raises(KeyError):
             fails_after(folder, size)
@@ -284,7 +284,7 @@ def test_addresses_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_saving_is_written_first_and_removed_last(folder: RemoteStore) -> None:
-    """What a killed process leaves is always known as this program's."""
+    """The leftovers of a killed process always show that they belong to this program."""
     seen = []
     write, remove = RemoteStore.write, folder.path.fs.rm
 

@@ -170,7 +170,7 @@ def test_yarn_takes_its_original_length_from_key_flavor_or_scaling() -> None:
 )
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "yarn, not truncated"])
 def test_scaled_frequencies_are_those_of_transformers(kind: str, theta: float, original: int) -> None:
-    """Also where the ramp of YaRN would begin before the first pair, or end behind the last one."""
+    """In some cases, the ramp of YaRN begins before the first pair, or ends after the last pair."""
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

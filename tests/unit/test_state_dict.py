@@ -88,7 +88,7 @@ def computed(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["attention.q_norm", "attention.wk"])
 def test_the_test_sees_rows_of_a_rotary_pair_in_their_order(name: str) -> None:
-    """Of the norms of queries and keys, too: without the change of order logits differ."""
+    """Without the change of order, logits differ, for the norms of queries and keys too."""
     spec, theirs = model_spec("qwen3"), hf_model("qwen3", QWEN3)
     ours = build(spec, QWEN3)
     ours.load_state_dict(from_hf(spec, QWEN3, dict(theirs.named_parameters())))

@@ -53,7 +53,7 @@ def test_ranks_have_equal_work(ranks: int, micro_batches: int, alpha: float, see
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("growth", [1.0, 1.25])
 def test_an_assignment_is_never_worse(seed: int, growth: float) -> None:
-    """Also where documents are so long that they fit together in one way only."""
+    """Some documents are so long that they fit in one way only."""
     result = assigned(seed, 4, 2, LONGEST / 1.2, growth=growth)
     assert 1.0 <= result.least <= result.after <= result.before
 

@@ -117,7 +117,7 @@ def test_any_layout_is_the_recurrence(examples: int) -> None:
 @settings(max_examples=200, deadline=None)
 @given(layouts(40), st.integers(1, 9))
 def test_fragments_are_in_the_order_of_their_tokens(layout: AxisLayout, size: int) -> None:
-    """Of a layout and of its cuts at chunks: who has a fragment, and whose maps a rank wants."""
+    """Check the owners of fragments and the maps that a rank needs, for a layout and for its cuts at chunks."""
     for cut in (layout, linear_scan.aligned(layout, size)):
         starts = sorted(start for ranges in cut.ranges for start, _ in ranges)
         fragments = linear_scan.fragments_of(cut)

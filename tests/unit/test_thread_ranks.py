@@ -215,7 +215,7 @@ def test_a_send_buffer_that_is_overwritten_too_early_is_found(device: str) -> No
 
 
 def elsewhere(rank: int, mesh: ThreadMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the rank's stream reads after another stream has waited, at once and in the end."""
+    """Return the data that the rank's stream reads after another stream has waited, at once and at the end."""
     gathered, pending = gather_shards(torch.ones(2, device="cuda"), mesh.get_group(), kind="test")
     with torch.cuda.stream(torch.cuda.Stream()):
         pending.wait()

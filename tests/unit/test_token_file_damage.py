@@ -111,7 +111,7 @@ def test_a_damaged_shard_is_one_sentence(lines: Path, tmp_path: Path, monkeypatc
 def test_the_same_command_makes_a_damaged_shard_again(
     lines: Path, tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture, ending: str, finished: bool
 ):
-    """And no other one; the manifest has the sums of indices. Documents are compared when they are read."""
+    """Other shards stay. The manifest has the sums of indices; documents are compared when they are read."""
     small_shards(monkeypatch, 1500)
     tokens = Path(made(lines, tmp_path / "tokens"))
     before = {file.name: file.read_bytes() for file in tokens.iterdir()}
@@ -145,7 +145,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_told_and_does_not_kill(lines: P
 
 @pytest.mark.parametrize("kind", ["of lct tokenize", "pair"])
 def test_all_ids_count_in_the_hash_of_the_content(lines: Path, tmp_path: Path, kind: str):
-    """Also those in the middle of a file, whose size and ends stay."""
+    """An id in the middle of a file counts, although the file's size and ends stay."""
 
     def content(changed: bool) -> int:
         folder = tmp_path / f"{kind}{changed}"

@@ -96,7 +96,7 @@ def test_the_box_is_periodic_and_has_no_preferred_place_or_axis() -> None:
 
 
 def test_products_have_no_aliases() -> None:
-    """What lies above two thirds of the largest wavenumber is zero at any time."""
+    """Waves above two thirds of the largest wavenumber are zero at any time."""
     end = solve(SMALL, initial_state(SMALL, 3, 0), [0, 0.5])[1]
     waves = np.abs(np.fft.rfft2(end))
     assert waves[:, ~SMALL.kept()].max() < 1e-12 * waves.max()

@@ -36,7 +36,7 @@ _SECONDS = 900
 
 
 class Clone:
-    """What git has or would add, with its history, an environment as `make` installs it, and warm servers.
+    """The files that git has or would add, with their history, an environment as `make` installs it, and warm servers.
 
     folder: a new folder for all of it; the copy is in `tree`.
     """
