@@ -45,10 +45,12 @@ class Problem:
 
     @property
     def scale(self) -> float:
+        """Factor of the scores, 1 / sqrt(head_dim)."""
         return self.head_dim**-0.5
 
     @cached_property
     def layout(self) -> AxisLayout:
+        """The tokens of each rank."""
         return ContextParallelOptions(load_balancer=self.load_balancer).layout(self.seq_len, self.degree)
 
     def plans(self, method: str) -> list[RankPlan]:

@@ -65,7 +65,7 @@ class Whole:
         self.inputs, self.gradient = problem.fields()
 
     def close(self) -> None:
-        pass
+        """Close nothing: there is no context."""
 
     def forward(self) -> torch.Tensor:
         """Return the output of the model, (B, channels, side, side)."""

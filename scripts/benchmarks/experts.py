@@ -141,7 +141,7 @@ class Layer:
             dist.barrier()
 
     def close(self) -> None:
-        pass
+        """Close nothing: there is no context."""
 
 
 def compared(team: Team, settings: argparse.Namespace) -> Row:

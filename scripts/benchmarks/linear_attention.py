@@ -92,6 +92,7 @@ class Member:
         self._inputs = [None if x is None else x.requires_grad_() for x in leaves]
 
     def close(self) -> None:
+        """Close the context of the plan."""
         self._open.close()
 
     def run(self) -> Times:

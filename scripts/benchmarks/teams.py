@@ -98,7 +98,8 @@ class PeakBytes(TorchDispatchMode):
 class Contender(Protocol):
     """Measures in a process of a team. A team calls its other methods by name."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Close all that the measures have opened."""
 
 
 class Team:

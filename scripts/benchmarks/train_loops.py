@@ -61,6 +61,7 @@ class Work:
 
     @property
     def compute_dtype(self) -> torch.dtype:
+        """The dtype in which the model computes."""
         return getattr(torch, self.job.compute_dtype)
 
     @property
@@ -229,6 +230,7 @@ class Clock:
         self.device = device
 
     def start(self) -> None:
+        """Start the clocks, after the work of the device has ended."""
         self._wait()
         self._start = Block(time.perf_counter(), time.process_time())
 
@@ -302,6 +304,7 @@ class PeakMemory:
         self._before = 0 if device.type == "cuda" else _resident("VmRSS")
 
     def reset(self) -> None:
+        """Set the peak of the memory to the present use."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif self._before is not None:

@@ -196,7 +196,7 @@ def _saved(
         task_record = TASKS[config.task]
         other = TASKS[config.task].command.format(folder)
         raise ConfigError(
-            f"the run in {folder} learned from {task_record.data}, and `{command}` is not for {task_record.data}; use `{other}`"
+            f"the run in {folder} learned from {task_record.data}, and `{command}` is not for them; use `{other}`"
         )
     return config
 

@@ -43,6 +43,7 @@ class Case:
 
     @property
     def degree(self) -> int:
+        """Number of ranks."""
         return self.layout.degree
 
     @property
@@ -52,6 +53,7 @@ class Case:
 
     @property
     def ranks_named(self) -> str:
+        """The number of ranks in words, such as `8 ranks`."""
         return f"{self.degree:,} rank{'s' * (self.degree > 1)}"
 
     @cached_property
@@ -68,6 +70,7 @@ class Case:
 
     @cached_property
     def plans(self) -> dict[int, RankPlan]:
+        """The plans of the planned ranks, by rank."""
         settings = self.layout, self.mask, self.options.method
         return {
             rank: make_plan(*settings, rank, head_degree=self.head_degree)

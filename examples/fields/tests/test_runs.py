@@ -200,6 +200,6 @@ def test_a_text_command_refuses_a_run_on_fields(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert (
-        "learned from fields, and `lct generate` is not for fields; use `python -m examples.fields.forecast"
+        "learned from fields, and `lct generate` is not for them; use `python -m examples.fields.forecast"
         in result.stderr
     )
