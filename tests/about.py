@@ -63,7 +63,7 @@ def files_of(path: str) -> list[str]:
 
 @cache
 def subjects() -> dict[str, frozenset[str]]:
-    """Return the files that each test module is about: what it imports, what its marker names, and itself."""
+    """Return the files that each test module is about: its imports, the files in its markers, and itself."""
     modules = {_module(file): file for folder in _FOLDERS for file in files_of(folder)}
     scripts = {f"test_{Path(file).name}": file for file in modules.values() if file.startswith("scripts/")}
     files_of_tests = {}

@@ -1,7 +1,7 @@
-"""Covering arrays: rows of settings in which every pair of values that can go together does, in few rows.
+"""Covering arrays: few rows of settings that contain every allowed pair of values.
 
-A product of twenty settings has millions of rows; faults need one value, or two together, almost always (Kuhn, Wallace
-and Gallo, "Software fault interactions and implications for software testing", 2004).
+A product of twenty settings has millions of rows. Almost all faults need one value, or two together (Kuhn, Wallace and
+Gallo, "Software fault interactions and implications for software testing", 2004).
 """
 
 import random
@@ -13,18 +13,23 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def pairs_of(row: Mapping[str, str]) -> Iterator[Pair]:
-    """Every two settings of a row."""
+    """Yield every two settings of a row."""
     yield from combinations(sorted(row.items()), 2)
 
 
 def covering_array(
     axes: Mapping[str, Sequence[str]], allowed: Callable[[Row], bool], seed: int = 0, tries: int = 40
 ) -> list[Row]:
-    """Return rows that hold every pair of values which some allowed row holds.
+    """Return rows that contain every pair of values which some allowed row contains.
 
-    axes: values of each setting; allowed: whether a row, also one that lacks settings, can be made whole. Greedy: each
-    row starts from a pair that is missing and takes for every other setting what adds most; the same in every run.
-    tries: rows that are drawn for each such pair.
+    The algorithm is greedy: each row starts from a missing pair, and takes for every other setting the value that
+    covers most missing pairs. The same seed gives the same rows.
+
+    Args:
+        axes: Values of each setting.
+        allowed: Whether a row can be completed; the row may lack settings.
+        seed: Seed of the random order.
+        tries: Rows that are drawn for each missing pair.
     """
     draw = random.Random(seed)
     missing = {
@@ -48,7 +53,7 @@ def covering_array(
 
 
 def _most_first(rows: list[Row]) -> list[Row]:
-    """The same rows, each next one with the most pairs that none before it has."""
+    """Return the same rows in another order: each next row has the most pairs that earlier rows lack."""
     ordered: list[Row] = []
     seen: set[Pair] = set()
     left = list(rows)

@@ -13,7 +13,10 @@ from urllib.parse import parse_qs, unquote, urlparse
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `folder` as the data set `name`. fails: called with each path; "503", "drop" or "" is what happens."""
+    """Serves `folder` as the data set `name`.
+
+    fails: called with each path; it returns the failure, "503" or "drop", or "" for none.
+    """
 
     daemon_threads = True
 
@@ -98,7 +101,7 @@ class _Answer(BaseHTTPRequestHandler):
 
 @contextmanager
 def silent() -> Iterator[str]:
-    """The address of a server that takes connections and never answers."""
+    """Yield the address of a server that accepts connections and never answers."""
     import socket
 
     with socket.socket() as server:

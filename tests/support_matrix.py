@@ -318,7 +318,7 @@ class Record:
         return sorted(count, key=lambda name: (-count[name], name))
 
     def note(self, cell: Cell, outcome: str | None) -> None:
-        """Remember what came out; None: neither of the two."""
+        """Set the outcome of a cell; None removes it."""
         entries = self._entries.setdefault(cell.layout, {})
         entries.pop(cell.feature, None)
         if outcome is not None:

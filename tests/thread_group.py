@@ -31,7 +31,7 @@ _REDUCTIONS = {
 
 
 class LostRankError(RuntimeError):
-    """Another rank failed, so that this one waits without success."""
+    """Another rank failed, so this rank waits in vain."""
 
 
 @dataclass
@@ -47,7 +47,10 @@ class _Posted:
 
 
 class Mailbox:
-    """The operations of all groups of one run, by rank of the run; limit: seconds after which every wait ends."""
+    """The operations of all groups of one run, by rank of the run.
+
+    limit: seconds after which every wait ends.
+    """
 
     def __init__(self, device: torch.device, limit: float) -> None:
         self.device = device
@@ -63,7 +66,7 @@ class Mailbox:
         return max(self._deadline - time.monotonic(), 0)
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
-        """Note that a rank posts nothing more; the first error ends all waits."""
+        """Note that a rank posts nothing more. The first error ends all waits."""
         with self._changed:
             self._ended.add(rank)
             if error is not None and self.failure is None:
@@ -76,12 +79,12 @@ class Mailbox:
             self._changed.notify_all()
 
     def all_posted(self, work: "Work") -> list[_Posted]:
-        """Block until all parties of an operation have posted it; return what they posted, in their order.
+        """Block until all parties of an operation have posted it; return their posts in their order.
 
         Raises:
-            LostRankError: another rank failed.
-            TimeoutError: a rank did not post it in time.
-            AssertionError: a rank ended without it, or the ranks posted different things.
+            LostRankError: Another rank failed.
+            TimeoutError: A rank did not post the operation in time.
+            AssertionError: A rank ended without posting it, or the ranks posted different operations.
         """
         posted = self._posted[work.key]
 
@@ -112,10 +115,10 @@ class Mailbox:
 
 
 class Work(dist.Work):
-    """An operation of one rank. parties: role -> rank of the run, of all that must post it.
+    """An operation of one rank.
 
-    deliver: fills the receive buffers from what all parties posted, in their order. sent: what must not change before
-    `wait`, and a copy of it.
+    parties: role -> rank of the run, for all ranks that must post it. deliver: fills the receive buffers from the posts
+    of all parties, in their order. sent: the tensor that must not change before `wait`, and a copy of it.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class Work(dist.Work):
 class ThreadGroup(dist.ProcessGroup):
     """A process group whose ranks are threads. Sums are made in the order of ranks.
 
-    name: the same on all its ranks; ranks: which ranks of the run are in it; own: the rank of this thread.
+    name: the same on all its ranks. ranks: numbers of its ranks in the run. own: the rank of this thread.
     """
 
     def __init__(self, mailbox: Mailbox, name: str, ranks: Sequence[int], own: int) -> None:
@@ -194,7 +197,7 @@ class ThreadGroup(dist.ProcessGroup):
         return self._message(tensors[0], source, self.rank(), tag, is_send=False)
 
     def check_waits(self) -> None:
-        """Raise AssertionError if this rank did not wait for an operation, or overwrote what it sent before."""
+        """Raise AssertionError if this rank did not wait for an operation, or changed a sent tensor before its wait."""
         forgotten = [work.name for work in self._works if not work.is_done]
         assert not forgotten, f"rank {self.own}: no wait for {', '.join(forgotten)}"
         overwritten = [work.name for work in self._works if work.overwritten is not None and work.overwritten.item()]
@@ -203,7 +206,7 @@ class ThreadGroup(dist.ProcessGroup):
         )
 
     def _split(self, x: torch.Tensor, sizes: Sequence[int] = ()) -> Sequence[torch.Tensor]:
-        """Return a part for each rank, equal ones by default."""
+        """Return a part for each rank; by default the parts are equal."""
         return x.split(sizes) if sizes else x.view(-1).tensor_split(self.size())
 
     def _collective(
@@ -230,7 +233,7 @@ class ThreadGroup(dist.ProcessGroup):
         )
 
     def _message(self, x: torch.Tensor, source: int, target: int, tag: int, *, is_send: bool) -> dist.Work:
-        """Post a side of a message; the n-th send to a rank meets its n-th receive."""
+        """Post one side of a message. The n-th send to a rank meets its n-th receive."""
         route, description = ("message", source, target, tag), f"{x.numel()} elements of {x.dtype}"
         parties = {"source": self.ranks[source], "target": self.ranks[target]}
         if is_send:
@@ -265,7 +268,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     @contextmanager
     def late(self, posted: list[_Posted]) -> Iterator[None]:
-        """Run the body: on a GPU on the side stream, behind all posts and a delay; the current stream waits for it."""
+        """Run the body; on a GPU on the side stream, after all posts and a delay. The current stream waits for it."""
         if self._side is None:
             yield
             return

@@ -29,14 +29,19 @@ _GRACE = 5.0  # seconds in which a rank ends after its wait has ended at the lim
 
 
 def run_ranks(n: int, function: Callable[..., Any], *args: Any, device: str = "cpu", limit: float = 120.0) -> list[Any]:
-    """Return what `function(rank, mesh, *args)` returns on n ranks, in their order; mesh: a `ThreadMesh` of all ranks.
+    """Return the results of `function(rank, mesh, *args)` on n ranks, in their order.
 
-    device: of the tensors, `cpu` or `cuda`. limit: seconds for all.
+    Args:
+        n: Number of ranks.
+        function: Called with the rank, a `ThreadMesh` of all ranks, and `args`.
+        args: Further arguments.
+        device: Device of the tensors, `cpu` or `cuda`.
+        limit: Seconds for all ranks.
 
     Raises:
-        Exception: the first one of a rank, with a note that says which rank.
-        TimeoutError: a rank waited, or ran, beyond the limit.
-        AssertionError: a rank did not wait for an operation, or overwrote what it sent before its wait.
+        Exception: The first error of a rank, with a note that names the rank.
+        TimeoutError: A rank waited or ran beyond the limit.
+        AssertionError: A rank did not wait for an operation, or changed a sent tensor before its wait.
     """
     mailbox, results = Mailbox(torch.device(device), limit), {}
     groups: list[list[ThreadGroup]] = [[] for _ in range(n)]
@@ -93,7 +98,10 @@ def _stream(device: str) -> Iterator[None]:
 
 @contextmanager
 def _own_tensors() -> Iterator[None]:
-    """Let every rank compute what the project caches by device: such a tensor belongs to the stream that filled it."""
+    """Let every rank compute the tensors that the project caches by device.
+
+    A tensor belongs to the stream that filled it.
+    """
     with ExitStack() as stack:
         ours = [module for name, module in sys.modules.items() if name.startswith(("trainer.", "longshard."))]
         for module in ours:

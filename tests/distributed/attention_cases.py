@@ -56,7 +56,7 @@ def hybrid_groups(process: Process, options: ContextParallelOptions) -> tuple[di
 
 @dataclass(frozen=True)
 class Case:
-    """One attention call. masks: what the batch hides, by the sequence; is_causal, window: what the call hides."""
+    """One attention call. masks: mask of the batch, for each sequence; is_causal, window: mask of the call."""
 
     seq_len: int
     heads: tuple[int, int] = (4, 2)
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def whole_mask(self) -> Mask:
-        """Everything together, as the oracle sees it."""
+        """All masks together, as the oracle sees them."""
         lengths = self.seq_len, self.kv_len
         mask = causal(*lengths) if self.is_causal else full(*lengths)
         if self.window:
@@ -100,7 +100,7 @@ class Case:
         return AttentionShape(BATCH, *self.heads, self.head_dim, self.dtype.itemsize, latent=latent)
 
     def inputs(self) -> list[torch.Tensor]:
-        """q, k, v, a cotangent of the output, and sinks or `up` if there are any: the same on every rank."""
+        """Return q, k, v, a cotangent of the output, and sinks or `up` if the case has them, the same on every rank."""
         generator = torch.Generator().manual_seed(self.seq_len + self.head_dim)
         kv_len = self.kv_len or self.seq_len
         sizes = [(self.heads[0], self.seq_len), *[(self.heads[1], kv_len)] * 2, (self.heads[0], self.seq_len)]
@@ -114,7 +114,10 @@ class Case:
 
 
 def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
-    """Attention by its definition in float64, on one process: out, dq, dk, dv, dsinks; what sees nothing gives 0."""
+    """Return out, dq, dk, dv and dsinks by the definition of attention, in float64 on one process.
+
+    The output of a query that sees no key is 0.
+    """
     q, k, v, cotangent, *others = (x.to(torch.float64, copy=True) for x in case.inputs())
     leaves = [x.requires_grad_() for x in (q, k, v, *others)]
     sinks = others[:1] if case.sinks else []
@@ -139,7 +142,7 @@ def oracle(case: Case, scale: float) -> tuple[torch.Tensor, ...]:
 
 
 def shared_oracles(cases: list[Case], process: Process) -> list[tuple[torch.Tensor, ...]]:
-    """`oracle` of each case, made by one rank each and told to the others; a collective."""
+    """Return `oracle` of each case. Each rank computes some cases and sends them to the others; a collective."""
     own_results = [oracle(case, 0.3) for case in cases[process.rank :: process.world_size]]
     shares: list[list] = [[] for _ in range(process.world_size)]
     dist.all_gather_object(shares, own_results)
@@ -147,7 +150,7 @@ def shared_oracles(cases: list[Case], process: Process) -> list[tuple[torch.Tens
 
 
 def attention_case(cases: list[Case]) -> list[dict]:
-    """On each rank, for each case: relative errors of out, dq, dk, dv on its shard, and what was sent and planned."""
+    """Return relative errors of out, dq, dk and dv on this rank's shard, and sent and planned bytes, for each case."""
     process = Process.from_environment()
     results = []
     with process_group(process, parse_command_line([]).config.comm):

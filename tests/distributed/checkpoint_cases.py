@@ -64,7 +64,7 @@ def whole_state(trainer: Trainer) -> dict[str, torch.Tensor | int | float]:
 
 
 def merged(results: list[dict], when: str) -> dict:
-    """The state of all ranks, which must agree on what they all have."""
+    """Return the state of all ranks. Entries that several ranks have must be equal."""
     state: dict = {}
     for result in results:
         for name, value in result[when].items():

@@ -1,6 +1,6 @@
-"""Random cases of operators over sharded axes, and their comparison with one process: law of every operator.
+"""Random cases of operators over sharded axes, and their comparison with one process: the law of every operator.
 
-The operator runs on shards, the same function of torch on the whole tensor; random cotangents, float64. Outputs, input
+The operator runs on shards, and torch's function on the whole tensor, with random cotangents in float64. Outputs, input
 gradients, parameter gradients summed over the ranks, and <Ax, c> = <x, A'c> must agree to 1e-12.
 """
 
@@ -30,9 +30,10 @@ NUMBERS = (25, pytest.param(300, marks=pytest.mark.slow))
 
 @dataclass(frozen=True)
 class DomainCase:
-    """shape: of x; sharded: its dimensions that may be; split(x, domain, *parameters): the operator on shards.
+    """An operator and its input.
 
-    split: None for the same function as of the whole tensor.
+    shape: shape of x. sharded: dimensions of x that may be sharded. whole: torch's function of the whole tensor.
+    split(x, domain, *parameters): the operator on shards; None: the same function as `whole`.
     """
 
     name: str
@@ -58,7 +59,7 @@ def on_shards(function: Callable[..., DomainTensor]) -> Operator:
 
 
 def layout_of(rng: random.Random, length: int, degree: int) -> AxisLayout:
-    """Any layout: balanced, uneven with shards of 0 and 1 rows, everything on one rank, or two pieces a rank."""
+    """Return a random layout: balanced, uneven with shards of 0 and 1 rows, all on one rank, or two pieces a rank."""
     kind = rng.choice(["balanced", "uneven", "uneven", "uneven", "one", "pieces", "shuffled"])
     if kind == "balanced":
         return balanced(length, degree)
@@ -75,7 +76,7 @@ def layout_of(rng: random.Random, length: int, degree: int) -> AxisLayout:
 
 
 def place(rng: random.Random, mesh: DeviceMesh, case: DomainCase) -> Domain:
-    """Shard as many dimensions as the mesh has, or as may be."""
+    """Return a random domain that shards as many dimensions as the mesh and the case allow."""
     dims = rng.sample(case.sharded, min(mesh.ndim, len(case.sharded)))
     groups = mesh.get_all_groups()
     return Domain({d: Axis(layout_of(rng, case.shape[d], g.size()), g) for d, g in zip(dims, groups, strict=False)})
@@ -136,7 +137,7 @@ def compare(case: DomainCase, domain: Domain, seed: int) -> dict[str, float]:
 
 
 def _copies(domain: Domain) -> int:
-    """Return how many ranks compute the same, because the domain does not use all dimensions of the mesh."""
+    """Return the number of ranks that compute the same, because the domain does not use all dimensions of the mesh."""
     used = 1
     for axis in domain.axes.values():
         used *= axis.degree
@@ -144,7 +145,7 @@ def _copies(domain: Domain) -> int:
 
 
 def _cotangent(cotangent: torch.Tensor, domain: Domain, result: Domain) -> torch.Tensor:
-    """Return this rank's; of what ranks have in common a random share."""
+    """Return this rank's part of the cotangent. If ranks have the same output, each takes a share of the cotangent."""
     local_cotangent = local(cotangent, result)
     shared = [axis for dim, axis in domain.axes.items() if all(a.group is not axis.group for a in result.axes.values())]
     for axis in shared:
@@ -154,7 +155,7 @@ def _cotangent(cotangent: torch.Tensor, domain: Domain, result: Domain) -> torch
 
 
 def worst(draw: Callable[[random.Random], DomainCase], seeds: range) -> list[tuple[float, str]]:
-    """Compare a case for each seed, on a mesh that fits the number of ranks; return those that differ most."""
+    """Compare a case for each seed, on a mesh of all ranks; return the cases with the largest errors."""
     failures = []
     with meshes() as all_meshes:
         for seed in seeds:
@@ -173,7 +174,7 @@ def worst(draw: Callable[[random.Random], DomainCase], seeds: range) -> list[tup
 
 
 def seeds(world_size: int, number: int) -> range:
-    """Return other cases for each world, and other ones in the full set."""
+    """Return the seeds of a number of ranks; the full set has other seeds."""
     first = world_size * 10_000 + number
     return range(first, first + number)
 

@@ -180,7 +180,7 @@ class MadeRows(LanguageTask):
 
 
 class RecordingTrainer(Trainer):
-    """The real trainer on made-up rows, which writes down what it computed."""
+    """The real trainer on made-up rows; it records its gradients, weights and metrics."""
 
     def __init__(self, *args, record: Record, fault: str | None = None) -> None:
         self.record = record

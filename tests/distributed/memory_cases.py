@@ -92,7 +92,7 @@ def measured_case(arguments: list[str]) -> int:
 
 
 def predicted(arguments: list[str], world_size: int, rank: int) -> int:
-    """Return what the planner says of the same step, in a process without a process group."""
+    """Return the planner's peak of the same step, in a process without a process group."""
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(arguments, folder, Process(rank, rank, world_size, "cpu"))
         return trace(job, rank, None, steps=2).peak(2)[0]

@@ -1,7 +1,7 @@
 """Tiny models of Hugging Face's transformers and a layer of attention, each run alone and over two ranks.
 
-Models are random, made from a configuration, and in float64, so that every gradient must agree to ten digits. These
-models compute norms in float32: a difference in the seventeenth digit seldom becomes a difference in the eighth.
+Models have random weights in float64, so that every gradient must agree to ten digits. These models compute norms in
+float32: a difference in the seventeenth digit seldom becomes a difference in the eighth.
 """
 
 import os
@@ -37,8 +37,8 @@ VOCAB = 64
 class Case:
     """A model, and how it is run.
 
-    route: which attention of the model is sharded; reference: which one of it is not. mistake: what a user may get
-    wrong, or forget.
+    route: the attention of the model that is sharded; reference: the attention of the unsharded run. mistake: a mistake
+    that a user may make.
     """
 
     model: str
@@ -46,18 +46,18 @@ class Case:
     load_balancer: str = "head_tail"
     route: str = "sdpa"
     reentrant: bool | None = None
-    """Of activation checkpointing; None: without."""
+    """`use_reentrant` of activation checkpointing; None: no activation checkpointing."""
     changes: dict[str, Any] = field(default_factory=dict)
     document_lengths: tuple[int, ...] | None = None
     mistake: str | None = None
     reference: str = "sdpa"
     reference_by_document: bool = False
-    """Of packed rows, run the documents one by one."""
+    """Whether the reference runs the documents of a packed row one by one."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """On one rank: relative errors of logits, loss and every gradient, and how much attention ran."""
+    """Relative errors of logits, loss and every gradient on one rank, and the number of attention calls."""
 
     logits: float
     loss: float
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def build(case: Case) -> nn.Module:
-    """The model of a case, the same on every rank."""
+    """Return the model of a case, the same on every rank."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     import transformers
 
@@ -103,7 +103,7 @@ def build(case: Case) -> nn.Module:
 
 
 def batch_of(case: Case) -> dict[str, torch.Tensor]:
-    """Two whole rows, labels shifted before anything is cut; some labels do not count."""
+    """Return two whole rows; labels are shifted before the rows are cut, and some labels do not count."""
     generator = torch.Generator().manual_seed(5)
     text = torch.randint(VOCAB, (2, SEQ_LEN + 1), generator=generator)
     labels = text[:, 1:].clone()
@@ -122,7 +122,7 @@ def logits_of(model: nn.Module, batch: dict[str, torch.Tensor], **inputs: Any) -
 
 
 def loss_of(logits: torch.Tensor, batch: dict[str, torch.Tensor], count: torch.Tensor) -> torch.Tensor:
-    """This rank's share of the mean over all valid labels."""
+    """Return this rank's share of the mean over all valid labels."""
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / count
 
 
@@ -235,7 +235,7 @@ def assert_equal_to_one_process(pool: WorkerPool, cases: list[Case], tolerance: 
 
 
 def refusals(pool: WorkerPool, *cases: Case) -> list[list[str]]:
-    """By case: what each rank says."""
+    """Return the errors of each rank, by case."""
     by_rank = pool.run(RANKS, cases_on_ranks, list(cases))
     for messages in by_rank:
         for case, message in zip(cases, messages, strict=True):
@@ -245,7 +245,7 @@ def refusals(pool: WorkerPool, *cases: Case) -> list[list[str]]:
 
 
 class Attention(nn.Module):
-    """Attention of somebody else: a projection and F.scaled_dot_product_attention, with what it is called with."""
+    """Attention of another library: a projection and F.scaled_dot_product_attention, with the settings of the call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A pool of rank processes: forked from a server that has imported torch, so that a case costs a fraction of a second.
 
-A case is an importable function that every rank calls; what it returns comes back, one result a rank. A rank that
-raises or hangs fails the case with its trace, and the pool starts again for the next one.
+A case is an importable function that every rank calls; the pool returns one result a rank. If a rank raises or hangs,
+the case fails with its trace, and the pool starts again for the next case.
 """
 
 import contextlib
@@ -133,7 +133,7 @@ def _send(connection: Connection, message: object) -> None:
 
 
 def free_port() -> int:
-    """Return a port at which nobody listens, below those that the system gives to connections: it stays free."""
+    """Return a free port below the ports that the system gives to connections, so that it stays free."""
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
         with socket.socket() as listener, contextlib.suppress(OSError):
@@ -142,7 +142,7 @@ def free_port() -> int:
 
 
 def forget_meshes() -> None:
-    """Clear what DTensor caches by mesh: one of the next case looks the same, but has other groups.
+    """Clear DTensor's caches of meshes: a mesh of the next case looks the same, but has other groups.
 
     A training process has one set of groups for all its life.
     """

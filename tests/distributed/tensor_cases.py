@@ -86,7 +86,7 @@ def assigned(x, y):
 
 
 def frequencies(x):
-    """A layer as of Fourier neural operators: few frequencies are mixed, the others are zero."""
+    """A layer of a Fourier neural operator: it mixes few frequencies, and sets the others to zero."""
     seen = torch.fft.rfft2(x, norm="ortho")
     mixed = torch.zeros(*seen.shape, dtype=torch.complex128)
     mixed[:, :, :3, :2] = seen[:, :, :3, :2] * (1 + 2j)
@@ -198,7 +198,7 @@ def equal_edges(x, y):
 
 
 def products(x, y, targets):
-    """Products of what edges bring; with equal values some of them, and of their factors, are zero."""
+    """Products over the edges of a graph; some of them, and some factors, are equal or zero."""
     to = targets.abs().mul(1.7).long().squeeze(-1).clamp(max=8)
     into = to.unsqueeze(-1).expand(-1, 4)
     out = x.scatter_reduce(0, into, y, "prod") * (x.sin().scatter_reduce(0, into, y, "prod", include_self=False) + 1)

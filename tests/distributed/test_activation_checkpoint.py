@@ -42,7 +42,7 @@ def test_losses_gradients_and_weights_do_not_change(pool: WorkerPool, layout: st
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators that are really run: what a checkpoint has kept is answered before it gets here."""
+    """Counts operators that really run; a checkpoint answers calls whose results it has kept before they get here."""
 
     def __init__(self) -> None:
         super().__init__()

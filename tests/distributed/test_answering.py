@@ -61,7 +61,7 @@ def test_scores_are_the_log_probabilities_of_one_forward(pool: WorkerPool) -> No
 
 
 def failing_case(failing_rank: int) -> list[list]:
-    """Answer a request in which one rank fails, one whose client leaves, and one as usual."""
+    """Answer three requests: in one a rank fails, in one the client leaves, and one ends as usual."""
     pieces = []
     with opened(Model()) as (part, job, dims):
         rank, real = dims.rank("world"), answering.generate

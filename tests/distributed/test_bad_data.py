@@ -54,7 +54,7 @@ def bad_document() -> int:
 
 
 def train(folder: str, arguments: list[str]) -> tuple[str, int, dict]:
-    """Train to the end; what stopped it, the steps that were done, the position of the data."""
+    """Train to the end; return the error, the number of steps, and the position of the data."""
     done, state = [], {}
     try:
         with trainer_in(folder, [*ALL, *arguments]) as trainer:

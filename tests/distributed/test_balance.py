@@ -224,7 +224,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def losses(folder: str, arguments: list[str]) -> tuple[list[float], str]:
-    """The loss of each step that was done, and what stopped the run."""
+    """Return the loss of each step, and the error that stopped the run."""
     with trainer_in(folder, [*JSONL, *arguments]) as trainer:
         read, done = trainer.reduce_step, []
         trainer.reduce_step = lambda step, totals: (result := read(step, totals), done.append(result[0]))[0]

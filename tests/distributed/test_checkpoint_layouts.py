@@ -91,7 +91,7 @@ def test_any_layout_resumes_from_any_other(pool: WorkerPool, tmp_path: Path, sav
 
 
 def test_negative_control(saved: Saved) -> None:
-    """The state has what the law is about, and its smallest changes are seen."""
+    """The state has every kind of entry that the law compares, and the smallest changes are seen."""
     _, state, losses = saved("tp2")
     for part in ("experts.w13", "router.selection_bias", "wq.weight"):
         names = [name for name in state if name.startswith("model.") and part in name]

@@ -43,7 +43,7 @@ CASES = [
 
 
 def compiled_case(arguments: list[str], wait: bool = True) -> tuple[Record, dict[str, dict[str, int]]]:
-    """A run, and what the compiler counted; without `wait`, the embedding's result stays asynchronous."""
+    """Return the record of a run and the compiler's counters. wait: whether the embedding's result is waited for."""
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

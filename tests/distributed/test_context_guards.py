@@ -36,7 +36,7 @@ from trainer.runtime.process_group import Process, process_group
 
 
 class Refusals:
-    """Calls that must be refused with some words; collects what was not."""
+    """Collects calls that must be refused with some words, and were not."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
@@ -55,7 +55,7 @@ class Refusals:
 
 
 def on_all_ranks(body: Callable[[DeviceMesh, Refusals], None]) -> tuple[int, list[str]]:
-    """Run a body of refusals in a process group: how many there were, and what was wrong with them."""
+    """Run a body of refusals in a process group; return the number of calls, and the wrong ones."""
     process, refused = Process.from_environment(), Refusals()
     with process_group(process, parse_command_line([]).config.comm):
         body(mesh_of_all(process), refused)

@@ -170,7 +170,7 @@ OPERATORS = {
 
 
 def compiled_operators() -> dict[str, object]:
-    """Largest difference of compiled and eager code for each operator, or what torch.compile said."""
+    """Return the largest difference between compiled and eager code for each operator, or torch.compile's error."""
     errors: dict[str, object] = {}
     with meshes() as all_meshes:
         domain = Domain({2: Axis(sized([6, 3]), all_meshes[0].get_group())})

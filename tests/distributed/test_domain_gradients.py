@@ -99,7 +99,7 @@ def test_the_comparison_sees_gradients_that_are_not_averaged(pool: WorkerPool) -
 
 
 def hooked_steps() -> float:
-    """Largest error of a gradient where hooks of every module change it by what they see, before and behind a norm."""
+    """Return the largest error of a gradient that hooks of every module change, before and after a norm."""
     with meshes() as (mesh, *_):
         domain = Domain({2: Axis(sized([3, 6]), mesh.get_group())})
         x = torch.randn(4, 3, 9, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()

@@ -129,7 +129,7 @@ def test_three_sharded_dimensions_equal_one_process(pool: WorkerPool) -> None:
 
 
 def bridged(folder: str) -> dict[str, float]:
-    """Errors of tensors that become DTensors and come back, of their gradients, and of what a checkpoint holds."""
+    """Return errors of tensors that become DTensors and come back, of their gradients, and of a checkpoint."""
     errors, rng = {}, random.Random(2)
     with meshes() as all_meshes:
         for mesh in all_meshes:

@@ -25,7 +25,7 @@ SHAPE = (3, 4, 8, 6)
 
 
 def encoder(x: Any) -> Any:
-    """An encoder that drops attention's weights, and what attention and the feed-forward give."""
+    """An encoder with dropout of attention's weights, and of the results of attention and feed-forward."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(6, 2, 8, 0.2, batch_first=True, dtype=torch.float64)

@@ -87,7 +87,7 @@ def test_no_rank_has_all_keys_and_values(pool: WorkerPool) -> None:
 
 
 def rows_by_masks() -> list[bool]:
-    """Whether what a mask shows is in the order of the whole tensor, where later rows are at earlier ranks."""
+    """Return whether masked rows have the order of the whole tensor, if later rows are on earlier ranks."""
     results = []
     with meshes() as (mesh, *_):
         x = torch.arange(3 * 9 * 2.0).view(3, 9, 2)

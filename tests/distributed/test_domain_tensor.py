@@ -45,7 +45,7 @@ def test_functions_equal_those_of_a_whole_tensor(pool: WorkerPool, family: str, 
 
 
 def whole_tensors() -> list[str]:
-    """A domain of one rank and a tensor that is sharded nowhere run every function, and keep what torch returns."""
+    """Run every function on a domain of one rank and on an unsharded tensor; results must equal torch's."""
     wrong = []
     with meshes() as (mesh, *_):
         plain = torch.randn(2, 4, 3, 5, dtype=torch.float64)

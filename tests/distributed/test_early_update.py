@@ -43,7 +43,11 @@ def alive() -> list[str]:
 
 
 def training_case(folder: str, arguments: list[str], steps: int) -> dict[str, Any]:
-    """Train to a step, saving every second one; the state, and the names of what each step left to the optimizer."""
+    """Train to a step, saving every second step.
+
+    Returns:
+        The state, and the names of the parameters that each step left to the optimizer.
+    """
     left: list[set[str]] = []
     finished = EarlyUpdates.finished
 

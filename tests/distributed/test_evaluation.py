@@ -212,7 +212,11 @@ def test_an_answer_is_right_if_all_its_tokens_are_the_likeliest(
 
 
 class StandIn(nn.Module):
-    """Says what followed the latest place, among the last `window` tokens, with the same four tokens as now."""
+    """A model that repeats earlier text.
+
+    If the current four tokens are among the last `window` tokens before, it predicts the token that followed them
+    there.
+    """
 
     def __init__(self, vocab: int, window: int) -> None:
         super().__init__()

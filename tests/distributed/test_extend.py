@@ -34,7 +34,7 @@ SMALL = [
 
 
 def first_step(folder: str, changes: list[str]) -> dict:
-    """The first step of the preset, and what it computed with."""
+    """Run the first step of the preset; return its results, and the settings that it computed with."""
     process = Process.from_environment()
     arguments = ["--job.config_file=llama3_8b_extend", *SMALL, f"--job.dump_folder={folder}/run", *changes]
     arguments += [f"--model.flavor={folder}/hf", f"--checkpoint.initial_load_path={folder}/hf"]

@@ -54,7 +54,7 @@ def test_nor_do_they_with_experts(pool: WorkerPool, layout: str) -> None:
 
 
 def test_a_wrong_recomputed_input_is_seen(pool: WorkerPool) -> None:
-    """A control: the backward uses what the group's first layers computed again."""
+    """A negative control: the backward uses the recomputed results of the group's first layers."""
     got = pool.run(1, wrong_layout, [FP64, *GROUP])[0]
     with pytest.raises(AssertionError):
         assert_parity(got, reference(pool, FP64, FOUR), 1e-10)

@@ -14,7 +14,7 @@ DOCUMENTS = ["--training.attention_mask=document"]
 
 
 def copied_case(arguments: list[str]) -> tuple[list[tuple[int, ...]], bool]:
-    """Shapes that are copied in a micro-batch; whether the batch is what it was, in memory of its own, afterwards."""
+    """Return the shapes copied in a micro-batch, and whether the batch is unchanged afterwards, in its own memory."""
     with trainer_of(arguments) as trainer:
         batch, shapes = trainer.take_batches(1)[0], []
         before = {name: (x, x.clone()) for name, x in batch.items() if isinstance(x, torch.Tensor)}

@@ -114,7 +114,7 @@ def test_a_reading_in_the_model_is_seen(pool: WorkerPool) -> None:
 
 
 class Reader(nn.Module):
-    """A model that keeps what it was given."""
+    """A model that keeps its inputs."""
 
     def __init__(self) -> None:
         super().__init__()

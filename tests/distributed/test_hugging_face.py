@@ -156,7 +156,7 @@ def error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def check(pool: WorkerPool, folder: Path, model: str, dtype: str, layout: str) -> dict:
-    """Train on a layout, compare with their loop, and load there what was exported."""
+    """Train on a layout, compare with transformers' loop, and load the export there."""
     hf = folder / "hf"
     initial(model).save_pretrained(hf, max_shard_size="300KB")
     world_size, arguments = LAYOUTS.get(layout, (1, []))
@@ -305,7 +305,7 @@ def test_a_full_disk_at_the_export_is_told_on_every_rank(pool: WorkerPool, tmp_p
 
 
 def state_after(folder: str, start: str, arguments: list[str], steps: int) -> dict:
-    """Whole state at the start, of a run that starts from the weights in `start`, and what its first step reads."""
+    """Train from the weights in `start`, if there are any, and save; see `load_step_save`."""
     arguments = [*arguments, "--model.flavor=tiny", f"--checkpoint.initial_load_path={start}"] if start else arguments
     return load_step_save(folder, arguments, steps)
 

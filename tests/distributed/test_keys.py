@@ -52,7 +52,7 @@ RUNS_AT_ONCE = 8
 
 
 def observe(arguments: list[str], folder: str, fail: str) -> Observed:
-    """Run the program and write down what it did."""
+    """Run the program and return observations of the run."""
     seen, trainers = Observed(), []
     out = io.StringIO()
     out.isatty = lambda: True
@@ -138,7 +138,7 @@ def watch(trainer: Trainer, seen: Observed) -> None:
 
 
 def note(seen: Observed, attribute: str, event: object) -> None:
-    """Add to a list of what happens in the first step."""
+    """Append an event of the first step to a list."""
     if seen.watching:
         getattr(seen, attribute).append(event)
 
@@ -152,7 +152,7 @@ def timeout_of(group: torch.distributed.ProcessGroup) -> float:
 
 
 class Collectives(TorchDispatchMode):
-    """Notes FSDP's all-gathers and reduce-scatters among what happens."""
+    """Notes FSDP's all-gathers and reduce-scatters among the events of the first step."""
 
     def __init__(self, seen: Observed) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def observed(
     request: pytest.FixtureRequest, pool: WorkerPool, data: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple, Observed]:
-    """(ranks, arguments, failure) -> what rank 0 did, for the keys that are selected; each run once."""
+    """(ranks, arguments, failure) -> observations of rank 0, for the selected keys; each is run once."""
     specs = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     entries = [EFFECTS[spec["key"]] for spec in specs if spec.get("key") in EFFECTS]
     wanted = dict.fromkeys(

@@ -199,7 +199,7 @@ def slow_case(folder: str) -> None:
 
 
 def test_each_logged_step_has_a_time_of_its_own(pool: WorkerPool, tmp_path: Path) -> None:
-    """Four micro-batches that wait for 0.1 s each; the last step is read right after the one before."""
+    """Each step has four micro-batches that wait for 0.1 s; the last step is read right after the step before."""
     pool.run(1, slow_case, str(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]

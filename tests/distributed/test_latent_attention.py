@@ -60,7 +60,7 @@ def test_other_types_sizes_and_sinks(pool: WorkerPool, method: str) -> None:
 
 
 def in_groups_case(cases: list[Case], size: int) -> list[dict]:
-    """Do what `attention_case` does, with keys and values of a few heads at a time."""
+    """Run `attention_case` with keys and values of a few heads at a time."""
     with mock.patch.object(latent, "EXPANDED_BYTES", size):
         return attention_case(cases)
 

@@ -123,7 +123,7 @@ def test_strong_decays_neither_overflow_nor_divide(kind: str) -> None:
 
 
 def random_cases(seed: int, in_turn: bool) -> list[str]:
-    """Compare outputs, gradients and bytes of CASES calls; return what differs on this rank."""
+    """Compare outputs, gradients and bytes of CASES calls; return the differences on this rank."""
     problems: list[str] = []
     most = 0 if in_turn else linear_scan.GATHERED_BYTES
     with mesh_of_all() as mesh, mock.patch.object(linear_scan, "GATHERED_BYTES", most):

@@ -40,7 +40,7 @@ SAVED = [*harness.EXPORTED, "--training.data_streams=8"]
 def sums_of_one_rank(
     module: nn.Linear, linear: lora.Linear, scale: float, dropout: lora.Dropout, over_inputs: bool, x: DTensor
 ) -> DTensor:
-    """The planted mistake: what an adapter of a part of the inputs adds is the part of the first rank."""
+    """Plant a mistake: an adapter whose inputs are sharded adds the first rank's part alone."""
     counts = not over_inputs or x.device_mesh.get_local_rank() == 0
     return lora_adapted(module, linear, scale * counts, dropout, over_inputs, x)
 
@@ -211,7 +211,7 @@ WHOLE = ["--lora.whole", "tok_embeddings", "output"]
 def test_layouts_train_embedding_and_output_beside_adapters(
     pool: WorkerPool, hf: Path, tmp_path: Path, layout: str
 ) -> None:
-    """They are in checkpoints, in the merged weights, and in what peft loads."""
+    """They are in checkpoints, in the merged weights, and in the files that peft loads."""
     one = pool.run(1, train, str(tmp_path / "one"), str(hf), WHOLE)[0]
     world_size, arguments = LAYOUTS[layout]
     got = pool.run(world_size, train, str(tmp_path / "run"), str(hf), [*WHOLE, *arguments])[0]

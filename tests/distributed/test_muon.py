@@ -115,7 +115,7 @@ MATRICES = [*(f"attention.{name}" for name in ("wq", "wk", "wv", "wo")), *(f"fee
 
 
 def counted_case(arguments: list[str]) -> dict[str, object]:
-    """One update: matrices that this rank made orthogonal, by shape, and what it sent."""
+    """Run one update; return the matrices that this rank made orthogonal, by shape, and the bytes that it sent."""
     made: Counter[tuple[int, int]] = Counter()
     real = muon.newton_schulz
 

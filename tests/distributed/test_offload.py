@@ -84,7 +84,7 @@ def test_a_backward_in_parts_takes_an_input_repeatedly(pool: WorkerPool, schedul
 
 @pytest.mark.parametrize(("mode", "smallest"), [(FULL, 1), (ATTENTION, 4)])
 def test_wrong_values_that_come_back_are_seen(pool: WorkerPool, mode: list[str], smallest: int) -> None:
-    """A control: the recomputation begins with what the host had, and the backward has attention's results from it."""
+    """A control: recomputation starts from the host's copies, and the backward reads attention's results from them."""
     got = pool.run(1, wrong_layout, [FP64, *mode], smallest)[0]
     with pytest.raises(AssertionError):
         assert_parity(got, reference(pool, FP64), 1e-10)

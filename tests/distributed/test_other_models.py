@@ -104,7 +104,7 @@ def test_attention_sinks_are_honoured_by_the_registered_function(pool: WorkerPoo
 
 
 def test_attention_that_is_not_known_is_refused(pool: WorkerPool) -> None:
-    """Chunks are longer than what a rank holds, so that no mask tells of them."""
+    """Chunks are longer than a rank's part, so no mask shows them."""
     chunks = {"num_local_experts": 1, "attention_chunk_size": 16, "intermediate_size_mlp": 48, "head_dim": 8}
     cap = {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 64}
     *chunked, capped = refusals(

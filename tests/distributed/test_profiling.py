@@ -125,7 +125,7 @@ def test_an_out_of_memory_error_fails_the_run_and_names_settings(pool: WorkerPoo
 
 
 def hanging_case(folder: str) -> str:
-    """Rank 1 hangs between two collectives; what rank 0 logs."""
+    """Let rank 1 hang between two collectives; return the log of rank 0."""
     process, records = Process.from_environment(), Path(folder) / "comm_traces"
     comm = parse_command_line([]).config.comm
 

@@ -179,7 +179,7 @@ def offload_case(arguments: list[str]) -> int:
 
 
 def test_rows_wait_on_the_host_if_asked(pool: WorkerPool) -> None:
-    """K/V and dK/dV, and a spare buffer for a sum that is written before the one before it is free."""
+    """K/V and dK/dV wait, and a spare buffer for a sum that is written before the earlier sum is free."""
     row = 2 * TINY.n_kv_heads * TINY.head_dim * TINY.n_layers * 2 * 4  # two sequences
     rows = 6 + 5
     assert pool.run(1, offload_case, [])[0] == 0

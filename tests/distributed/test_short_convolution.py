@@ -79,7 +79,7 @@ def rows_to_fetch(layout: AxisLayout, rank: int, reach: int, *, after: bool) -> 
 
 
 def random_cases(seed: int) -> list[str]:
-    """Compare outputs, gradients and bytes of CASES convolutions; return what differs on this rank."""
+    """Compare outputs, gradients and bytes of CASES convolutions; return the differences on this rank."""
     problems: list[str] = []
     with mesh_of_all() as mesh:
         for number in range(CASES):

@@ -46,7 +46,7 @@ def timeout_case(case: str) -> float:
 
 @pytest.mark.parametrize("kind", ["message", *slow("collective")])
 def test_a_lowered_timeout_is_in_force(pool: WorkerPool, kind: str) -> None:
-    """Gloo keeps for messages the time-out that a group was made with, unless it is said again."""
+    """Gloo keeps the time-out of the group's creation for messages, unless each message sets it again."""
     assert pool.run(2, timeout_case, kind)[0] < 4
 
 

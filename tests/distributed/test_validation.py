@@ -165,7 +165,7 @@ def test_rows_of_a_forward(pool: WorkerPool, data: Path, tmp_path: Path) -> None
 
 
 def kept_case(data: str, folder: str, losses: list[float], done: int = 0) -> tuple[list[str], dict]:
-    """Folders after a run whose validations give these losses, and what best.json says; a checkpoint is kept."""
+    """Run with these validation losses, keeping one checkpoint; return the folders and the content of best.json."""
     saves = ["--checkpoint.enable", "--checkpoint.interval=100", "--checkpoint.keep_latest_k=1"]
     arguments = [*SETTINGS, *saves, "--validation.keep_best", "--validation.freq=1", f"--training.steps={len(losses)}"]
     with trainer_on(data, [*arguments, "--lr_scheduler.warmup_steps=0"], folder) as trainer:

@@ -112,7 +112,7 @@ def test_damage_is_found_in_its_step_alone(pool: WorkerPool, run: Path, tmp_path
 
 
 def not_finite_case(folder: str, name: str) -> None:
-    """Save a state in which one value of one tensor is infinite."""
+    """Save a state with one infinite value in one tensor."""
     real = checkpointer.tensors_of
 
     def planted(*parts: object) -> dict[str, torch.Tensor]:

@@ -22,10 +22,10 @@ Found = dict[str, dict[str, Any]]
 
 
 def run(folder: Path, *arguments: str) -> Found:
-    """Build the shim in a folder, and return what `rows.py` finds in processes that have it, one for each core of two.
+    """Build the shim in a folder, and return the results of `rows.py` from two processes that load it.
 
     Raises:
-        subprocess.CalledProcessError: the compiler or a process failed.
+        subprocess.CalledProcessError: The compiler or a process failed.
     """
     environment, root = shim.environment(shim.build(folder)), Path(__file__).resolve().parents[2]
     parts = min(os.cpu_count() or 1, 2)

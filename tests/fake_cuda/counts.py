@@ -12,7 +12,7 @@ from tests.fake_cuda.operators import CHECKS
 
 
 class CheckedRecorder(Recorder):
-    """Fails if attention sends other bytes than its plan says, or a kernel gets what its CUDA code refuses."""
+    """Fails if attention sends other bytes than its plan, or calls a kernel with inputs that its CUDA code refuses."""
 
     def __init__(self) -> None:
         super().__init__("cuda", CHECKS)

@@ -110,7 +110,7 @@ def _fa4_backward(
 
 
 def flash_bodies(flash: str) -> dict[str, Callable[..., Any]]:
-    """Return what runs in place of PyTorch's flash operators with FA3 or FA4: its own bridge to that package."""
+    """Return the implementations of PyTorch's flash operators with FA3 or FA4: PyTorch's own bridge to that package."""
     return {
         f"aten::_flash_attention_{direction}": getattr(
             _BRIDGES[flash], f"_{flash.lower()}_flash_attention_{direction}_impl"

@@ -101,7 +101,7 @@ _FOUND = {table.Call: count_call, table.Job: count_job}
 
 
 def results(rows: Iterable[table.Call | table.Job | Fault]) -> dict[str, Any]:
-    """Return what was found for each row, by its name."""
+    """Return the results of each row, by its name."""
     counts: dict[str, Any] = {}
     for row in rows:
         started = time.perf_counter()

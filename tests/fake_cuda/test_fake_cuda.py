@@ -62,7 +62,7 @@ def test_twelve_peaks_are_committed() -> None:
 
 @needs_compiler
 def test_the_machine_sees_faults(tmp_path: Path) -> None:
-    """Each of these faults, planted in a copy of a GPU path, is seen as what it is."""
+    """Each of these faults, planted in a copy of a GPU path, gets its own error."""
     faults = run(tmp_path, "--kind", "faults")
     assert {name: counts.get("error", "")[: len(_FAULTS[name])] for name, counts in faults.items()} == _FAULTS
 

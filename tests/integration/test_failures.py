@@ -205,7 +205,7 @@ SEVERAL_GROUPS = {
 def test_a_rank_of_a_sequence_a_matrix_or_a_pipeline_fails(
     tmp_path: Path, layout: str, rank: str, kind: str, place: str
 ) -> None:
-    """Its peers wait in sends, receives and collectives of several groups; still it is the one that is named."""
+    """Its peers wait in sends, receives and collectives of several groups. The error still names the failed rank."""
     rows = ["--training.local_batch_size=2", "--comm.init_timeout_seconds=60"]
     end = train(tmp_path, f"{rank} {kind} {place}", *SEVERAL_GROUPS[layout], *rows, ranks=2 if layout == "pp2" else 4)
     assert (tmp_path / "failed").exists(), end

@@ -29,7 +29,7 @@ def planned(problem: Problem, method: str) -> list[dict[str, int]]:
 
 
 class FakeTeam:
-    """Answers with known times, of one process 2 s and of both ranks 3 s; remembers what it was asked."""
+    """Answers with known times, 2 s for the one process and 3 s for both ranks; remembers the calls."""
 
     def __init__(self, problem: Problem) -> None:
         self.asked: list[tuple[str, ...]] = []

@@ -17,7 +17,7 @@ SMALL = Problem("unet", 16, 1)
 
 
 class FakeTeam:
-    """Answers with known times, of one process 2 s and of both ranks 3 s; remembers what it was asked."""
+    """Answers with known times, 2 s for the one process and 3 s for both ranks; remembers the calls."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []

@@ -187,7 +187,7 @@ def test_a_dry_run_of_light_blocks(tmp_path: Path) -> None:
 
 
 def on_a_bare_machine(*command: str) -> str:
-    """Run Python with PyTorch, NumPy, Triton and the standard library alone; what it prints."""
+    """Run Python with PyTorch, NumPy, Triton and the standard library alone; return the output."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,

@@ -25,7 +25,7 @@ CP = "longshard/context"
 
 @dataclass(frozen=True)
 class Private:
-    """A private name: the module that uses it, what breaks without it, and whether this PyTorch has it."""
+    """A private name: the module that uses it, the feature that breaks without it, and whether this PyTorch has it."""
 
     module: str
     breaks: str

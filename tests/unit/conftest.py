@@ -61,7 +61,7 @@ def lines(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def usual_signals() -> Iterator[None]:
-    """Signals do what they do in a terminal, also where the tests run under nohup or in the background."""
+    """Give signals their default actions, also if the tests run under nohup or in the background."""
     usual = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield

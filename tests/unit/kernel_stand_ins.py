@@ -252,7 +252,7 @@ def launches_of(calls: tuple[Call, ...]) -> list[Launch]:
 
 
 def by_call(launch: Launch, parts: tuple[torch.Tensor, ...]) -> Iterator[tuple[Call, tuple[torch.Tensor, ...]]]:
-    """Each call with its own rows of what `forward_many` or `backward_many` returns for a launch."""
+    """Yield each call of a launch with its own rows of the results of `forward_many` or `backward_many`."""
     offsets = [0] * len(parts)
     for call in launch.calls:
         spans = (call.q, call.q) if len(parts) == 2 else (call.q, call.kv, call.kv)

@@ -30,7 +30,7 @@ staged = st.sampled_from(["ring", "all_gather"])
 
 @dataclass(frozen=True)
 class Problem:
-    """Who owns what, and who sees what; queries and keys of all rows in one line."""
+    """Owners of queries and keys, and visible pairs; queries and keys of all rows are in one line."""
 
     layout: AxisLayout
     kv_layout: AxisLayout
@@ -79,7 +79,7 @@ def numbers(ranges: Ranges) -> np.ndarray:
 
 
 def pairs_of(tile: Tile) -> np.ndarray:
-    """(queries, keys) bool, by what its relation means."""
+    """Return the visible pairs of a tile, (queries, keys) bool, by the definition of its relation."""
     n, m = tile.q[1] - tile.q[0], tile.kv[1] - tile.kv[0]
     assert n > 0
     assert m > 0

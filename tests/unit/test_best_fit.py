@@ -56,7 +56,7 @@ def stream_of(lengths, seq_len=64, *, kind=Numbers, drops=False) -> WholeStream:
 
 
 def documents(sequence) -> list[tuple[int, ...]]:
-    """The conversations of a sequence, whole; its padding must be what padding is."""
+    """Return the whole conversations of a sequence; check that its padding is padding."""
     ids, pieces = sequence.document_ids, []
     for number in range(int(ids[-1]) + 1):
         inside = ids == number

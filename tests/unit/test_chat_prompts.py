@@ -75,7 +75,7 @@ def test_a_key_of_null_is_no_key():
 
 
 def text_or_refusal(write) -> str:
-    """Return what a function writes, or "" if it refuses the messages."""
+    """Return the text that a function writes, or "" if it refuses the messages."""
     try:
         return write()
     except ConfigError:

@@ -77,7 +77,7 @@ def test_capped_logits_have_the_loss_and_gradients_of_autograd(in_forward: bool)
 @pytest.mark.parametrize("in_forward", [True, False, None])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 def test_gradients_of_the_z_loss_are_those_of_autograd(in_forward: bool | None, softcap: float) -> None:
-    """Losses stay what they are. in_forward: None: all logits at once."""
+    """Losses do not change. in_forward: None: all logits at once."""
     hidden, weight, labels, _ = problem(3, 27, torch.float64)
     logits = hidden @ weight.T if not softcap else softcap * torch.tanh(hidden @ weight.T / softcap)
     plain = token_losses(logits, labels)

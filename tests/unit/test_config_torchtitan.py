@@ -253,7 +253,7 @@ def as_words(value: object) -> list[object]:
 
 
 def words_that_ask(known: Absent) -> list[str]:
-    """A value that is none of those that ask for nothing."""
+    """Return words that set a key to a value with an effect."""
     if known.kind is bool:
         return ["false" if known.off and known.off[0] else "true"]
     return ["7"] if known.kind in (int, float) else ["something"]

@@ -17,7 +17,7 @@ STEP = "step 50/100  loss 5.191 (max 5.91)  grad 0.53  lr 2.3e-3  1,461 tok/s  5
 
 @pytest.fixture
 def printed(monkeypatch: pytest.MonkeyPatch):
-    """Set up the console of a rank on a terminal or elsewhere, and return what it prints."""
+    """Set up the console of a rank on a terminal or elsewhere, and return its output."""
     kept = logger.handlers, logger.level, logger.propagate
 
     def start(

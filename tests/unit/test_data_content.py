@@ -19,7 +19,7 @@ def hash_of(name, path, documents=None):
 
 @pytest.mark.parametrize("name", ["text", "jsonl"])
 def test_a_data_set_is_known_by_its_content(tmp_path, name):
-    """Neither names nor times count; what counts are the files, in their order."""
+    """Names and times do not count; the files count, in their order."""
 
     def write(folder, *contents):
         (tmp_path / folder).mkdir(exist_ok=True)

@@ -65,7 +65,7 @@ def test_a_full_dump_folder_is_told_in_one_sentence(tmp_path: Path) -> None:
 
 
 def test_metrics_wait_for_room_and_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The run continues to its next checkpoint, whose error says what to do."""
+    """The run continues to its next checkpoint, whose error says how to make room."""
     path = tmp_path / "metrics.jsonl"
     metrics = JsonLines(path)
     disk = metrics._file

@@ -47,7 +47,7 @@ KINDS = ("conv", "linear_attention", "recurrent", "hybrid", "mamba")
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_layers_that_mix_tokens_outside_of_attention_are_refused(name: str) -> None:
-    """By the configuration; and where a user allows the kind of layers alone, by what the layers are made of."""
+    """The configuration shows them. If a user allows only the kind of the layers, their modules show them."""
     model = model_of(name, num_hidden_layers=2, **MIXERS[name])
     assert "layers of kind" in refusal(model) or "which mixes tokens outside of attention" in refusal(model)
     by_structure = refusal(model, allow=KINDS)

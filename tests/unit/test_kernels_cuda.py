@@ -58,7 +58,7 @@ def test_heads_of_any_size_it_declares(kernel: Kernel, head_dim: int):
     "whole", [(FULL, 40, 25), (CAUSAL, 33, 70), (BI_CAUSAL, 70, 90), (INV_CAUSAL, 70, 100)], ids=str
 )
 def test_tiles_are_parts_of_a_whole(kernel: Kernel, whole: tuple[Relation, int, int]):
-    """Cut by keys, then into what the kernel can do: merged they are the whole, and their gradients add up."""
+    """Tiles are cut by keys, then into calls that the kernel supports. Merged results and gradients equal the whole."""
     relation, n, m = whole
     if relation.lower and not (kernel.capabilities.bands or kernel.capabilities.masks):
         pytest.skip("a sliding window is refused for this kernel")

@@ -19,7 +19,7 @@ from trainer.transforms.offload import CopyStream, HostInputs, KeptInput
 
 
 class WrongValueError(AssertionError):
-    """A kernel read something else than what its program says."""
+    """A kernel read another value than its program says."""
 
 
 class Event:

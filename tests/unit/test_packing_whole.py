@@ -36,7 +36,7 @@ def stream_of(lengths: list[int], *, seq_len: int = 20, alone: bool = False) -> 
 
 
 def pieces(sequence) -> list[tuple[list[int], list[int]]]:
-    """Tokens and labels of each part of a document in a sequence, whose padding must be what padding is."""
+    """Return tokens and labels of each part of a document in a sequence; check that its padding is padding."""
     ids, parts = sequence.document_ids, []
     used = len(ids) - sequence.padding
     assert (sequence.tokens[used:] == 0).all()

@@ -34,7 +34,7 @@ def imported(tree: ast.Module) -> dict[str, str]:
 
 
 def replaced(text: str) -> Iterator[str]:
-    """Names that a module replaces: by `mock`, by `setattr`, or as attributes of what it imports of this program."""
+    """Yield names that a module replaces: by `mock`, by `setattr`, or as attributes of imports from this program."""
     tree = ast.parse(text)
     names = imported(tree)
 

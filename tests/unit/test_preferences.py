@@ -58,7 +58,7 @@ def sides(path: Path, folder: Path) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("line", BOTH)
 def test_answers_of_the_prompt_are_not_learned(tmp_path: Path, folder: Path, line: dict) -> None:
-    """Whether the prompt is given, or is what both sides begin with."""
+    """The prompt is explicit, or it is the common beginning of both sides."""
     (chosen, first), (rejected, second) = sides(write_lines(tmp_path / "a.jsonl", [line]), folder)
     before = "<|head|>user\nthe fox<|end|>\n<|head|>assistant\nthree<|end|>\n<|head|>user\nadds<|end|>\n"
     assert (chosen, rejected) == tuple(f"{before}<|head|>assistant\n{x}<|end|>\n" for x in ("two", "five and"))

@@ -21,7 +21,7 @@ PACKAGES = (
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_is_there_and_is_no_module(package: str) -> None:
-    """A name that a module has too would be the function or the module, depending on what was imported before."""
+    """If a module had the same name, the name would be the function or the module, depending on earlier imports."""
     module = importlib.import_module(package)
     modules = {info.name for info in pkgutil.iter_modules(module.__path__)}
     assert module.__all__

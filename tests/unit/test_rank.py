@@ -38,7 +38,7 @@ CASES = [
 def test_the_allocator_of_a_rank_is_set_up_before_torch_is_imported(
     variables: dict[str, str], wanted: dict[str, str], settings: str | None
 ) -> None:
-    """Unless the user has set it up by any of its names. settings: what torch reads without a GPU."""
+    """A setting of the user under any of its names stays. settings: the setting that torch reads without a GPU."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | variables
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     done = subprocess.run(

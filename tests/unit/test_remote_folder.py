@@ -43,7 +43,7 @@ def configured(folder: object, *arguments: str) -> JobConfig:
 
 
 def save(folder: RemoteStore, step: int, *, done: str = "all") -> None:
-    """A checkpoint as far as objects go; done: after what the process is killed."""
+    """Write the objects of a checkpoint. done: `data` or `state` ends the save after these objects, as if killed."""
     place, claim = folder.step(step), folder.begin(step)
     contents = {".metadata": b"m" * 10, "__0_0.distcp": bytes(100 + step), "__1_0.distcp": bytes(50)}
     for name, content in contents.items():
@@ -116,7 +116,7 @@ def test_an_interrupted_save_is_whole_or_removed(folder: RemoteStore, done: str)
 def test_a_removal_that_is_killed_at_any_request_leaves_no_half_of_a_checkpoint(
     folder: RemoteStore, calls: int
 ) -> None:
-    """It is whole still, or it is none and the next run removes the rest."""
+    """The checkpoint is still whole, or it is no checkpoint and the next run removes the remaining objects."""
     for step in (500, 1000):
         save(folder, step)
     left = iter(range(calls))

@@ -222,7 +222,7 @@ def without_wait(function: Callable) -> Callable:
 
 
 def kept(rank: int, mesh: ThreadMesh, results: dict[int, Any], function: Callable, *args: Any) -> None:
-    """Keep what the function returns: afterwards, the missing wait is an error."""
+    """Store the function's result by rank: a missing wait ends `run_ranks` with an error."""
     results[rank] = function(rank, mesh, *args)
 
 

@@ -263,7 +263,7 @@ def kept_rows(rank: int, mesh: ThreadMesh) -> torch.Tensor:
 
 
 def test_ranks_share_no_tensors_of_caches(device: str) -> None:
-    """A rank might read what another rank's stream has not written yet."""
+    """A rank could read a tensor that another rank's stream has not written yet."""
     here = placement.rows_on(contiguous(8, 2), 0, torch.device(device))
     first, second = run_ranks(2, kept_rows, device=device)
     assert torch.equal(first, second)

@@ -26,7 +26,10 @@ def texts() -> list[str]:
 
 
 def write_json(folder: Path, *, config: dict | None, begins: bool = True) -> Path:
-    """A byte-level BPE as of Llama 3 and Qwen: special tokens after the vocabulary. begins: a template adds one."""
+    """Write a byte-level BPE like Llama 3's and Qwen's, with special tokens after the vocabulary.
+
+    begins: a template adds the begin token.
+    """
     fast = FastTokenizer(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -157,7 +160,7 @@ def test_several_tokens_before_a_text_are_refused(tmp_path: Path) -> None:
 
 
 def broken(folder: Path, name: str, content: str | bytes) -> str:
-    """The message for a folder in which one file is broken."""
+    """Return the error for a folder with one broken file."""
     file = folder / name
     file.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ConfigError) as error:

@@ -1,4 +1,4 @@
-"""What commands read that the reader brings, or that an earlier command has made: a path, and how it is made.
+"""Files that commands read and that the reader or an earlier command provides: paths, and how they are made.
 
 Stand-ins have the size of the debug model. Scripts run as documented commands do, warm and short.
 """
@@ -96,9 +96,9 @@ _RUN = re.compile(r"(?:lct (?:generate|chat|serve|evaluate|verify|convert to-\w+
 
 
 def brought(command: str, page: str, tree: Path, *, without: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the paths that a command reads, with the scripts that make them, in the order in which to make them.
+    """Yield the paths that a command reads and the scripts that make them, in the order of making.
 
-    without: a path that is not asked for: the one that the command, such a script, makes.
+    without: a path to leave out, because the command, itself such a script, makes it.
     """
     for path, script in BROUGHT.items():
         if path == without:
@@ -127,6 +127,6 @@ def blocks(page: str) -> str:
 
 
 def files(page: str) -> dict[str, str]:
-    """Files that the Python of a page stands for: each begins with its path, such as `# mine/data.py`."""
+    """Return the files that the Python blocks of a page show: each begins with its path, such as `# mine/data.py`."""
     parts = re.split(r"^# ([\w/]+\.py)\n", blocks(page), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))

@@ -71,7 +71,7 @@ class Server:
         self._selector.register(ended, selectors.EVENT_READ, lambda: self._answer(connection, ended))
 
     def _pass_on(self, connection: socket.socket) -> None:
-        """Send the child what its client got; if the client has ended, kill the child and what it has started."""
+        """Send the child the signals of its client; if the client has ended, kill the child and its processes."""
         if number := connection.recv(1):
             os.kill(self._children[connection], number[0])
         else:
