@@ -313,12 +313,7 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
 
 
 def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
-    """Return the parts of a matrix that lie in the boxes.
-
-    Args:
-        boxes: The boxes of a parameter.
-        rows: The rows of the parameter that make the matrix.
-    """
+    """Return the parts, in the boxes of a parameter, of the matrix that has its rows `rows`."""
     pieces = (
         (tuple(common_parts(rows, Offsets(box.rows))), box, ranks)
         for box, ranks in boxes.items()
@@ -333,15 +328,9 @@ def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
 def _boxes(
     parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxes]
 ) -> Boxes:
-    """Return the boxes of a parameter, each with the ranks that hold it.
+    """Return the boxes of a parameter, each with the indices in `ranks` of the ranks that hold it.
 
-    Args:
-        parameter: The parameter, any shape.
-        ranks: Global ranks. In the result, a rank is its index in this tuple.
-        known: Earlier results, by shape, mesh and placements; changed in place.
-
-    Raises:
-        ValueError: The parameter is on other ranks.
+    `known` keeps results by shape, mesh and placements. Raises ValueError if the parameter is on other ranks.
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
