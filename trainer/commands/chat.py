@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def parser() -> Parser:
     """Return the parser of the options."""
     described = model_parser("chat", __doc__)
-    described.add_argument("--system", help="message of the system, before all others")
+    described.add_argument("--system", help="system message, before all others")
     talk_options(described)
     return described
 

@@ -203,7 +203,7 @@ def _report_lost_peers(reports: "Reports", error: Exception) -> None:
 
 @contextmanager
 def _shared_errors_printed_once(rank: int) -> Iterator[None]:
-    """Let rank 0 print an error that every rank has. Other ranks wait, because the first end of a rank ends all."""
+    """Let rank 0 print an error that every rank has. Other ranks wait: the first rank that ends would end all ranks."""
     try:
         yield
     except SharedConfigError as error:
