@@ -218,8 +218,8 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
             file=sys.stderr,
         )
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    how = Writing(args.tokens, sampling, args.seed, ends)
-    written = generate(model, job, dims, prompts, how)
+    writing = Writing(args.tokens, sampling, args.seed, ends)
+    written = generate(model, job, dims, prompts, writing)
     texts = (
         text + tokenizer.decode(continuation)
         for text, continuation in zip(shown, written, strict=True)

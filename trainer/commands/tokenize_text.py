@@ -71,9 +71,9 @@ def into_folder(args: argparse.Namespace) -> None:
         )
     folder = Path(args.output)
     log = partial(print, flush=True)
-    how = args.chat_template, args.text_field, args.on_bad_record == "skip"
+    formats = args.chat_template, args.text_field, args.on_bad_record == "skip"
     settings = DataSettings(
-        args.dataset, args.path, args.tokenizer_path or default_tokenizer_path(), *how
+        args.dataset, args.path, args.tokenizer_path or default_tokenizer_path(), *formats
     )
     if args.hub:
         data = HubData(args.hub, args.hub_config, args.split, args.hub_revision)
