@@ -209,7 +209,7 @@ def test_an_error_of_a_template_has_no_path_of_the_server(folder):
     talk = replace(serve.talk_of(job), template=refuses)
     server = Server(args, 64, open_tokenizer(str(folder)), talk)
     with pytest.raises(ConfigError, match=r"^the chat template refuses it \(never\)"):
-        server._asked({"messages": [QUESTION]}, chat=True)
+        server._parse({"messages": [QUESTION]}, chat=True)
 
 
 def test_a_model_without_a_template_completes_texts(folder, tmp_path: Path):
@@ -219,6 +219,6 @@ def test_a_model_without_a_template_completes_texts(folder, tmp_path: Path):
         (bare / file.name).write_bytes(file.read_bytes().replace(b'"chat_template"', b'"no_template"'))
     args, job = serve.checked([str(bare)])
     server = Server(args, 64, open_tokenizer(str(bare)), serve.talk_of(job))
-    assert server._asked({"prompt": "the"}, chat=False).prompt
+    assert server._parse({"prompt": "the"}, chat=False).prompt
     with pytest.raises(ConfigError, match="has no chat template"):
-        server._asked({"messages": [QUESTION]}, chat=True)
+        server._parse({"messages": [QUESTION]}, chat=True)

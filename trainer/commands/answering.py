@@ -53,20 +53,20 @@ class Writer:
     ends: Collection[int]
     control: dist.ProcessGroup
 
-    def answer(self, asked: Request, waiting: Waiting | None) -> None:
+    def answer(self, request: Request, waiting: Waiting | None) -> None:
         """Generate the answer of a request. A collective over all ranks.
 
         If generation fails, the client of this request gets the error, and all ranks take the next request.
 
         Args:
-            asked: The request.
+            request: The request.
             waiting: The waiting request of the server, which takes the answer, on rank 0; None on other ranks.
 
         Raises:
             Exception: Another rank is lost (see `is_peer_failure`): the ranks cannot continue.
         """
         try:
-            ended = self._written(asked, waiting)
+            ended = self._written(request, waiting)
             self._agree(_ON)
         except Exception as error:
             if is_peer_failure(error):
@@ -82,46 +82,46 @@ class Writer:
         if waiting is not None:
             waiting.send(ended)
 
-    def _written(self, asked: Request, waiting: Waiting | None) -> Ended:
-        text = Pieces(self.tokenizer.decode, asked.stops)
-        if waiting is not None and asked.echo and asked.scores is None:
-            waiting.send(Piece(self.tokenizer.decode(asked.prompt)))
+    def _written(self, request: Request, waiting: Waiting | None) -> Ended:
+        text = Pieces(self.tokenizer.decode, request.stops)
+        if waiting is not None and request.echo and request.scores is None:
+            waiting.send(Piece(self.tokenizer.decode(request.prompt)))
 
-        def put(_: int, token: int, logits: torch.Tensor) -> bool:
+        def send_token(_: int, token: int, logits: torch.Tensor) -> bool:
             piece = "" if token in self.ends else text.put(token)
             if waiting is not None:
                 scores = (
                     ()
-                    if asked.scores is None
-                    else scores_of(logits[None], [token], asked.scores)
+                    if request.scores is None
+                    else scores_of(logits[None], [token], request.scores)
                 )
                 waiting.send(Piece(piece, scores))
             left = waiting is not None and waiting.gone.is_set()
             return self._agree(_LEFT if left else _ON) == _LEFT or text.stopped
 
-        def put_prompt(start: int, logits: torch.Tensor) -> None:
-            if waiting is None or asked.scores is None:
+        def send_prompt(start: int, logits: torch.Tensor) -> None:
+            if waiting is None or request.scores is None:
                 return
-            tokens = asked.prompt[start : start + logits.shape[1] + 1]
+            tokens = request.prompt[start : start + logits.shape[1] + 1]
             first = () if start else (Score(tokens[0], None),)
             following = tokens[1:]
-            scores = first + scores_of(logits[0, : len(following)], following, asked.scores)
+            scores = first + scores_of(logits[0, : len(following)], following, request.scores)
             waiting.send(
-                Piece(self.tokenizer.decode(asked.prompt) if not start else "", scores)
+                Piece(self.tokenizer.decode(request.prompt) if not start else "", scores)
             )
 
-        how = Writing(
-            tokens=asked.tokens,
-            sampling=Sampling(asked.temperature, asked.top_k, asked.top_p),
-            seed=asked.seed,
+        writing = Writing(
+            tokens=request.tokens,
+            sampling=Sampling(request.temperature, request.top_k, request.top_p),
+            seed=request.seed,
             ends=self.ends,
-            on_token=put,
-            on_prompt=put_prompt if asked.echo and asked.scores is not None else None,
+            on_token=send_token,
+            on_prompt=send_prompt if request.echo and request.scores is not None else None,
         )
-        (written,) = generate(self.model, self.job, self.dims, [asked.prompt], how)
+        (written,) = generate(self.model, self.job, self.dims, [request.prompt], writing)
         if waiting is not None:
             waiting.send(Piece(text.finish()))
-        is_full = len(written) == asked.tokens and not text.stopped
+        is_full = len(written) == request.tokens and not text.stopped
         return Ended(len(written), "length" if is_full else "stop")
 
     def _agree(self, status: int) -> int:

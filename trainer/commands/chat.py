@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def parser() -> Parser:
     """Return the parser of the options."""
     described = model_parser("chat", __doc__)
-    described.add_argument("--system", help="message of the system, before all others")
+    described.add_argument("--system", help="system message, before all others")
     talk_options(described)
     return described
 
@@ -138,10 +138,10 @@ class Conversation:
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
     """Yield a list that collects the signals of Ctrl-C inside this context."""
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    signals: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
-        yield came
+        yield signals
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -163,7 +163,6 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     window = job.config.training.seq_len
     model, dims = loaded_model(job, device)
     control = control_group()
-    # The other ranks wait while the user thinks.
     set_timeout(PATIENCE_SECONDS, except_group=control)
     is_first = dims.is_first
     say = partial(print, file=sys.stderr, flush=True) if is_first else lambda _: None
@@ -179,17 +178,19 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
         pieces = Pieces(talk.tokenizer.decode)
 
         def put(
-            _: int, token: int, __: object, came: list[int], pieces: Pieces = pieces
+            _: int, token: int, __: object, signals: list[int], pieces: Pieces = pieces
         ) -> bool:
             if is_first and token not in talk.ends:
                 print(for_terminal(pieces.put(token)), end="", flush=True)
-            return bool(highest(len(came), control))
+            return bool(highest(len(signals), control))
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         tokens = min(args.tokens, window - len(prompt))
-        with interrupts() as came:
-            how = Writing(tokens, sampling, args.seed, talk.ends, partial(put, came=came))
-            (written,) = generate(model, job, dims, [prompt], how)
+        with interrupts() as signals:
+            writing = Writing(
+                tokens, sampling, args.seed, talk.ends, partial(put, signals=signals)
+            )
+            (written,) = generate(model, job, dims, [prompt], writing)
             highest(0, control)  # so that no rank leaves before the others
         if is_first:
             print(for_terminal(pieces.finish()), flush=True)

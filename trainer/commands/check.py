@@ -24,7 +24,7 @@ from trainer.runtime.time_limits import limits_raised
 from trainer.stores.folder import step_to_load
 
 
-def acted(command: CommandLine, start: Start) -> bool:
+def print_or_check(command: CommandLine, start: Start) -> bool:
     """Run what --print-config and --check-config ask for.
 
     Args:

@@ -112,7 +112,7 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument(
         "--dtype",
         choices=["float32", "float64", "bfloat16", "float16"],
-        help="default: as it is saved",
+        help="data type of the weights (default: the saved one)",
     )
     out.add_argument(
         "--max-shard-size", type=size, default=size("5GB"), help="largest file (default: 5GB)"

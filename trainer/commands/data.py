@@ -46,15 +46,15 @@ def parser() -> Parser:
         type=number(int, 0),
         default=0,
         metavar="N",
-        help="sequence of the run, from 0",
+        help="number of the sequence in the run, from 0 (default: 0)",
     )
-    add("--html", type=Path, metavar="FILE", help="write the sequence as a page, too")
+    add("--html", type=Path, metavar="FILE", help="also write the sequence as a page")
     add(
         "--characters",
         type=number(int, 0),
         default=2000,
         metavar="N",
-        help="most characters of a document, from its start and its end (default: 2000; 0: all)",
+        help="largest number of characters of a document, from start and end (default: 2000; 0: all)",
     )
     return described
 

@@ -118,7 +118,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
         "--world-size",
         default="8",
         metavar="N",
-        help="ranks of the job, a GPU each (default: 8)",
+        help="ranks of the job, one per GPU (default: 8)",
     )
     add(
         "--gpu",
@@ -132,7 +132,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
         nargs="?",
         const="",
         metavar="OUT.toml",
-        help="search the fastest settings, and write them",
+        help="search the fastest settings, and write them to OUT.toml",
     )
     add(
         "--calibrate",

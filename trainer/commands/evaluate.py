@@ -72,20 +72,20 @@ def parser() -> Parser:
         type=COUNT,
         default=1,
         metavar="N",
-        help="sequences of a forward on each rank (default: 1)",
+        help="sequences per forward and rank (default: 1)",
     )
     add(
         "--output",
         type=Path,
         metavar="FOLDER",
-        help="for evaluation.json (default: outputs/evaluation/NAME)",
+        help="folder of evaluation.json (default: outputs/evaluation/NAME)",
     )
-    model_options(described, seed="of the needle prompts")
+    model_options(described, seed="seed of the needle prompts")
     add(
         "--ngpu",
         type=COUNT,
         metavar="N",
-        help=f"ranks (default: one a GPU, or {CPU_RANKS} on CPUs)",
+        help=f"number of ranks (default: one per GPU, or {CPU_RANKS} on CPUs)",
     )
     return described
 
@@ -102,7 +102,7 @@ def _data_options(add: Callable[..., object]) -> None:
         type=COUNT,
         default=16,
         metavar="N",
-        help="documents whose first tokens are used (default: 16)",
+        help="number of documents; each gives its first tokens (default: 16)",
     )
     add(
         "--dataset",
@@ -115,14 +115,14 @@ def _data_options(add: Callable[..., object]) -> None:
         nargs="+",
         type=int,
         metavar="N",
-        help="where a bucket of positions ends (default: they double)",
+        help="positions at which buckets end (default: each doubles the end before)",
     )
     add(
         "--lengths",
         nargs="+",
         type=COUNT,
         metavar="N",
-        help="of needle prompts (default: --seq-len, its half, quarter)",
+        help="lengths of needle prompts (default: --seq-len, its half, its quarter)",
     )
     add(
         "--depths",
@@ -130,7 +130,7 @@ def _data_options(add: Callable[..., object]) -> None:
         type=number(float, 0, 100),
         default=_DEPTHS,
         metavar="D",
-        help="of needles in percent (default: 0 25 50 75 100)",
+        help="depths of needles in percent (default: 0 25 50 75 100)",
     )
     add(
         "--samples",

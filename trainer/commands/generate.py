@@ -44,18 +44,18 @@ def model_parser(command: str, text: str, *, tokens: int = 1024) -> Parser:
         "--tokens",
         type=COUNT,
         default=tokens,
-        help=f"most tokens to write (default: {tokens})",
+        help=f"largest number of tokens to generate (default: {tokens})",
     )
-    text = "0: the likeliest token; 1: as the model says (default: of the model's generation_config.json, else 0.7)"
+    text = "0: the likeliest token; 1: the model's own (default: from the model's generation_config.json, else 0.7)"
     add("--temperature", type=number(float, 0), help=text)
     text = "draw among the k likeliest tokens (default: likewise, else 0, all)"
     add("--top-k", type=number(int, 0), help=text)
     text = "draw among the likeliest tokens of this probability (default: likewise, else 1)"
     add("--top-p", type=number(float, above=0, most=1), help=text)
-    model_options(described, seed="of the drawn tokens")
-    text = "ranks that divide the model, a GPU each (default: 1)"
+    model_options(described, seed="seed of the drawn tokens")
+    text = "number of ranks that divide the model, one per GPU (default: 1)"
     add("--ngpu", type=COUNT, default=1, metavar="N", help=text)
-    text = "how many of the ranks divide each prompt, the others the model (default: 1)"
+    text = "number of context-parallel ranks, which divide each prompt (default: 1)"
     add("--context-parallel", type=COUNT, default=1, metavar="M", help=text)
     return described
 
@@ -69,11 +69,11 @@ def parser() -> Parser:
         action="append",
         help="text to continue; may be given again (default: the start of a document)",
     )
-    add("--prompts", type=Path, metavar="FILE", help="texts to continue, one a line")
+    add("--prompts", type=Path, metavar="FILE", help="file of texts to continue, one per line")
     add(
         "--chat",
         action="store_true",
-        help="the prompts are messages, which the model answers by its chat template",
+        help="take the prompts as messages, which the model answers by its chat template",
     )
     talk_options(described, "with --chat: ")
     return described
@@ -218,8 +218,8 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
             file=sys.stderr,
         )
     sampling = Sampling(args.temperature, args.top_k, args.top_p)
-    how = Writing(args.tokens, sampling, args.seed, ends)
-    written = generate(model, job, dims, prompts, how)
+    writing = Writing(args.tokens, sampling, args.seed, ends)
+    written = generate(model, job, dims, prompts, writing)
     texts = (
         text + tokenizer.decode(continuation)
         for text, continuation in zip(shown, written, strict=True)

@@ -194,7 +194,7 @@ class Server:
         try:
             check_origin(request.headers, self.args.host)
             body = read_body(await self._content(request))
-            asked = await run_in_threadpool(self._asked, body, chat=chat)
+            parsed = await run_in_threadpool(self._parse, body, chat=chat)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
         except _Refused as error:
@@ -203,7 +203,7 @@ class Server:
             return JSONResponse(content, status_code=error.status, headers=closed)
         except ConfigError as error:
             return JSONResponse(error_object(str(error)), status_code=400)
-        return await self._send(request, body, asked, chat=chat)
+        return await self._send(request, body, parsed, chat=chat)
 
     async def _content(self, request: "HTTPRequest") -> bytes:
         """Read the body of a JSON request. Refuse the request when its size or time exceeds the limit."""
@@ -232,22 +232,22 @@ class Server:
             ) from None
 
     async def _send(
-        self, request: "HTTPRequest", body: Mapping[str, Any], asked: Request, *, chat: bool
+        self, request: "HTTPRequest", body: Mapping[str, Any], parsed: Request, *, chat: bool
     ) -> "Response":
         from starlette.responses import JSONResponse, StreamingResponse
 
         parts: asyncio.Queue[Part] = asyncio.Queue()
         waiting = Waiting(
-            asked, partial(asyncio.get_running_loop().call_soon_threadsafe, parts.put_nowait)
+            parsed, partial(asyncio.get_running_loop().call_soon_threadsafe, parts.put_nowait)
         )
         self._requests.put(waiting)
         leaves = asyncio.create_task(_leaves(request, waiting.gone, parts))
         opening = (
-            self.talk.opening(asked.prompt) if chat and isinstance(self.talk, Talk) else ""
+            self.talk.opening(parsed.prompt) if chat and isinstance(self.talk, Talk) else ""
         )
-        scored = asked.scores is not None
+        scored = parsed.scores is not None
         reply = Reply(
-            self._name, chat, len(asked.prompt), opening, self.tokenizer.decode, scored
+            self._name, chat, len(parsed.prompt), opening, self.tokenizer.decode, scored
         )
         answer = _all(parts, leaves)
         if body.get("stream"):
@@ -259,7 +259,7 @@ class Server:
         except AnswerError as error:
             return JSONResponse(error_object(str(error), "server_error"), status_code=500)
 
-    def _asked(self, body: Mapping[str, Any], *, chat: bool) -> Request:
+    def _parse(self, body: Mapping[str, Any], *, chat: bool) -> Request:
         check_fields(body, chat=chat)
         with self._reading:
             self._number += 1

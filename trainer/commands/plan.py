@@ -172,7 +172,7 @@ def method_of(
             f"--head-degree {head_degree} has no effect with --method {args.method}; leave it out, or use {others}"
         )
     if spread is None:
-        # As in training: packed documents choose for each batch, on a 1-D mesh, which is older than the batch.
+        # As in training: with packed documents, each batch has its method, on a 1-D mesh made before the batch.
         masks = (causal(args.seq_len) if packed else mask,)
         settings = {"batch": packed, "hybrids": packed is None, "node": args.node}
         return choose(options, masks, args.degree, shape, **settings)

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from trainer.commands.check import acted
+from trainer.commands.check import print_or_check
 from trainer.commands.start import CUDA_CONNECTIONS, Start, job_notes, opening
 from trainer.config.errors import ConfigError, SharedConfigError
 from trainer.config.loader import parse_command_line
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         if command.print_config or command.check_config:
             if rank == 0:
-                acted(command, Start(ranks_here, "0", [], launched_ranks=world_size))
+                print_or_check(command, Start(ranks_here, "0", [], launched_ranks=world_size))
             return 0
         outlast_readers(buffered=False, is_log=True)
         machine = this_machine()
@@ -203,7 +203,7 @@ def _report_lost_peers(reports: "Reports", error: Exception) -> None:
 
 @contextmanager
 def _shared_errors_printed_once(rank: int) -> Iterator[None]:
-    """Let rank 0 print an error that every rank has. Other ranks wait, because the first end of a rank ends all."""
+    """Let rank 0 print an error that every rank has. Other ranks wait: the first rank that ends would end all ranks."""
     try:
         yield
     except SharedConfigError as error:

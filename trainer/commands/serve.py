@@ -32,7 +32,7 @@ def parser() -> Parser:
     add(
         "--host",
         default="127.0.0.1",
-        help="address to listen at; 0.0.0.0: from other machines (default: 127.0.0.1)",
+        help="address to listen at; 0.0.0.0 takes requests of other machines (default: 127.0.0.1)",
     )
     add(
         "--port",

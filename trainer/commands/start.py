@@ -90,7 +90,7 @@ def parse(argv: list[str]) -> Start:
         ConfigError: A word is neither the file nor an option, or a number of ranks is wrong.
     """
     config = argv[0] if argv and not argv[0].startswith("-") else None
-    options = argv[1:] if config else argv
+    options = argv if config is None else argv[1:]
     if options and not options[0].startswith("--") and options[0] != "-h":
         after = f" after {config!r}" if config else ""
         raise ConfigError(

@@ -88,7 +88,7 @@ def talk_options(described: Parser, when: str = "", *, tools: bool = True) -> No
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help=f"{when}argument of the chat template, as enable_thinking=false; may be given again",
+        help=f"{when}argument of the chat template, such as enable_thinking=false; may be repeated",
     )
 
 

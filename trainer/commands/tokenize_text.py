@@ -71,9 +71,9 @@ def into_folder(args: argparse.Namespace) -> None:
         )
     folder = Path(args.output)
     log = partial(print, flush=True)
-    how = args.chat_template, args.text_field, args.on_bad_record == "skip"
+    formats = args.chat_template, args.text_field, args.on_bad_record == "skip"
     settings = DataSettings(
-        args.dataset, args.path, args.tokenizer_path or default_tokenizer_path(), *how
+        args.dataset, args.path, args.tokenizer_path or default_tokenizer_path(), *formats
     )
     if args.hub:
         data = HubData(args.hub, args.hub_config, args.split, args.hub_revision)
@@ -120,20 +120,23 @@ def _parser() -> Parser:
         name for name, source in DATASETS.items() if not source.token_files and name != "hub"
     ]
     add("--dataset", default="jsonl", choices=kinds)
-    add("--path", help="file, folder or glob")
+    add("--path", help="file, folder or glob of the documents")
     add("--hub", help="data set of the Hugging Face hub, instead of --path")
-    add("--hub-config", help="its configuration, such as en; default: its default")
-    add("--hub-revision", help="its revision; default: the newest one")
-    add("--split", default="train", help="its split")
+    add(
+        "--hub-config",
+        help="configuration of the data set, such as en (default: its own default)",
+    )
+    add("--hub-revision", help="revision of the data set (default: the newest)")
+    add("--split", default="train", help="split of the data set (default: train)")
     add("--output", required=True, help="folder of the token ids")
-    add("--tokenizer-path", help="as model.tokenizer_path")
-    add("--chat-template", help="as model.chat_template")
+    add("--tokenizer-path", help="see model.tokenizer_path")
+    add("--chat-template", help="see model.chat_template")
     add("--text-field", default="text", help="field or column with the text of a document")
     add(
         "--on-bad-record",
         default="stop",
         choices=("stop", "skip"),
-        help="skip: an empty document",
+        help="stop, or skip: take an empty document instead (default: stop)",
     )
     add(
         "--processes",
@@ -141,7 +144,7 @@ def _parser() -> Parser:
         default=os.cpu_count(),
         help="number of processes; each makes a shard at a time",
     )
-    add("--shard-mb", type=int, default=256, help="MiB of input for a shard")
+    add("--shard-mb", type=int, default=256, help="MiB of input per shard (default: 256)")
     return parser
 
 

@@ -11,7 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.commands.check import acted
+from trainer.commands.check import print_or_check
 from trainer.commands.ranks import launch, launch_options
 from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.loader import CommandLine, parse_command_line
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     """
     start = parse(argv)
     command = parse_command_line(start.arguments)
-    if acted(command, start):
+    if print_or_check(command, start):
         return 0
     with outlasting_readers(is_log=True):
         try:
