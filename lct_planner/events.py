@@ -98,7 +98,9 @@ class Events:
         Args:
             step: Number of the step.
         """
-        live, most, at = 0, 0, ""
+        live = 0
+        most = 0
+        at = ""
         alive: dict[int, int] = {}
         for change in self.memory:
             live += change.size - alive.get(id(change.block), 0)

@@ -124,7 +124,8 @@ def check_model(
     Returns:
         A row for each comparison. If the model cannot be context parallel, one row says why.
     """
-    alone, spread = _use_own_attention(copy.deepcopy(model).eval()), copy.deepcopy(model).eval()
+    alone = _use_own_attention(copy.deepcopy(model).eval())
+    spread = copy.deepcopy(model).eval()
     text, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
     positions = torch.arange(text.shape[1], device=text.device).expand_as(text).clone()
     count = labels.numel()
@@ -169,7 +170,8 @@ def _step(
 
 def _gradients(spread: nn.Module, alone: nn.Module, mesh: DeviceMesh, tolerance: float) -> list[Row]:
     """Return rows: all gradients, the worst that differ, and parameters without a gradient."""
-    errors, without = {}, []
+    errors = {}
+    without = []
     wanted = {name: p.grad for name, p in alone.named_parameters()}
     floor = max((x.norm().item() for x in wanted.values() if x is not None), default=0.0) * 1e-12
     for name, p in spread.named_parameters():

@@ -175,7 +175,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[Run]]:
     parser.add_argument("--a", action="append", default=[], metavar="--KEY=VALUE", help="override for A alone")
     parser.add_argument("--b", action="append", default=[], metavar="--KEY=VALUE", help="override for B alone")
     # `--a --x=y` reads as two options to argparse; joined, it is one with its value.
-    words, joined = iter(argv[:cut]), []
+    words = iter(argv[:cut])
+    joined = []
     for word in words:
         joined.append(f"{word}={next(words, '')}" if word in ("--a", "--b") else word)
     arguments = parser.parse_args(joined)

@@ -131,7 +131,8 @@ class Ours:
     """
 
     def __init__(self, mesh: DeviceMesh, sizes: Sequence[int]) -> None:
-        self.mesh, self.sizes = mesh, sizes
+        self.mesh = mesh
+        self.sizes = sizes
 
     def run(self, case: Case, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the whole output and all gradients of a case.
@@ -187,7 +188,8 @@ class Theirs:
     """
 
     def __init__(self, mesh: DeviceMesh, sizes: Sequence[int], packages: Path) -> None:
-        self.mesh, self.sizes = mesh, sizes
+        self.mesh = mesh
+        self.sizes = sizes
         sys.path.insert(0, str(packages))
         import physicsnemo
         from physicsnemo.domain_parallel import ShardTensor
@@ -210,7 +212,8 @@ class Theirs:
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         parts = x.split(list(self.sizes), case.dim)
-        shapes, part = {0: [tuple(part.shape) for part in parts]}, parts[dist.get_rank()].clone()
+        shapes = {0: [tuple(part.shape) for part in parts]}
+        part = parts[dist.get_rank()].clone()
         sharded = self._kind.from_local(part, self.mesh, [Shard(case.dim)], sharding_shapes=shapes).requires_grad_()
         weights = [distribute_tensor(w, self.mesh, [Replicate()]).requires_grad_() for w in weights]
         y = case.run(sharded, *weights)
@@ -246,9 +249,11 @@ def verdict(side: Ours | Theirs, case: Case) -> str:
     generator = torch.Generator().manual_seed(1)
     x, *weights = (torch.randn(s, dtype=torch.float64, generator=generator) for s in (case.shape, *case.weights))
     try:
-        error, words = relative(side.run(case, x, weights), one_process(case, x, weights)), ""
+        error = relative(side.run(case, x, weights), one_process(case, x, weights))
+        words = ""
     except Exception as raised:
-        error, words = float("nan"), f"{type(raised).__name__}: {raised}".splitlines()[0][:160]
+        error = float("nan")
+        words = f"{type(raised).__name__}: {raised}".splitlines()[0][:160]
     outcomes: list[tuple[float, str]] = [(0.0, "")] * dist.get_world_size()
     dist.all_gather_object(outcomes, (error, words))
     raised = [words for _, words in outcomes if words]
@@ -267,7 +272,8 @@ def rank(names: Sequence[str], sizes: Sequence[int], packages: Path | None, say:
     """
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("h",))
-    ours, theirs = Ours(mesh, sizes), Theirs(mesh, sizes, packages) if packages else None
+    ours = Ours(mesh, sizes)
+    theirs = Theirs(mesh, sizes, packages) if packages else None
     for name in names:
         row = {"case": name, "ours": verdict(ours, CASES[name])}
         if theirs is not None:

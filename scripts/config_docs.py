@@ -25,7 +25,8 @@ def key_tables(schema: type) -> str:
     Args:
         schema: A dataclass whose fields are tables of keys.
     """
-    keys, parts = keys_of(schema), []
+    keys = keys_of(schema)
+    parts = []
     for table, kind in get_type_hints(schema).items():
         rows = [f"| {kind.__doc__} | values | default | meaning |", "|---|---|---|---|"]
         for field, text in docstrings(kind).items():

@@ -99,7 +99,8 @@ def run_block(block: Block, device: str, scale: float = 1.0, out: Path | None = 
     """
     limit = block.limit * scale
     with tempfile.TemporaryDirectory(prefix="gpu_check_", ignore_cleanup_errors=True) as folder:
-        notes, log = Path(folder, "notes.json"), Path(folder, "log")
+        notes = Path(folder, "notes.json")
+        log = Path(folder, "log")
         command = [sys.executable, "-m", f"{_HERE}.child", block.entry, device, str(notes), str(limit)]
         path = os.pathsep.join(filter(None, [str(ROOT), _stand_ins(), os.environ.get("PYTHONPATH")]))
         # Temporary files of a killed block are deleted with the folder.

@@ -122,7 +122,8 @@ def run_table(mutants: list[Mutant], benches: list[Bench]) -> list[str]:
         free.put(bench)
 
     def attempt(mutant: Mutant) -> tuple[str, float]:
-        bench, started = free.get(), time.monotonic()
+        bench = free.get()
+        started = time.monotonic()
         try:
             return outcome(mutant, bench), time.monotonic() - started
         finally:

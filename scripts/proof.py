@@ -52,7 +52,9 @@ class Proof:
     """
 
     def __init__(self, size: Size, folder: Path, say: Callable[[str], None]) -> None:
-        self.size, self.folder, self.say = size, folder, say
+        self.size = size
+        self.folder = folder
+        self.say = say
         self.took: dict[str, dict[str, float]] = {}
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
@@ -65,7 +67,8 @@ class Proof:
         file = self.folder / f"{name}.json"
         if not file.exists():
             self.say(f"{name} ...")
-            started, cpu = time.perf_counter(), _cpu_seconds()
+            started = time.perf_counter()
+            cpu = _cpu_seconds()
             result = work()
             took = {"seconds": round(time.perf_counter() - started, 1), "cpu_seconds": round(_cpu_seconds() - cpu, 1)}
             file.write_text(json.dumps({"took": took, "found": result}))
@@ -103,7 +106,8 @@ class Proof:
         Returns:
             The size of the vocabulary.
         """
-        size, model = self.size, self.folder / "model"
+        size = self.size
+        model = self.folder / "model"
         write_tokenizer(model)
         vocab_size = open_tokenizer(str(model)).vocab_size
         shape = config_of(size, vocab_size)
@@ -242,9 +246,11 @@ class Proof:
         tokenizer = open_tokenizer(str(exported))
         lengths = [self.size.lengths[i % len(self.size.lengths)] for i in range(self.size.asked)]
         asked = [needle_prompts(tokenizer, n, [50], 1, 100 + i)[0] for i, n in enumerate(lengths)]
-        prompts, right = [], []
+        prompts = []
+        right = []
         for prompt in asked:
-            ids, labels = prompt.sequence.tokens, prompt.sequence.labels
+            ids = prompt.sequence.tokens
+            labels = prompt.sequence.labels
             start = len(ids) - prompt.answer_tokens + 1  # the first token of the answer
             prompts.append(tokenizer.decode(ids[:start].tolist()))
             right.append(tokenizer.decode(labels[-prompt.answer_tokens :].tolist()))
@@ -282,11 +288,16 @@ def _answers_by_facts(folder: Path, tokens: int, documents: int) -> list[dict[st
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model, rows = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = []
     for facts in FACTS:
-        random, right, others, asked = Random(f"facts {facts}"), 0, 0, 0
+        random = Random(f"facts {facts}")
+        right = 0
+        others = 0
+        asked = 0
         for _ in range(documents):
-            ids, places = [], []
+            ids = []
+            places = []
             for message in document(random, tokens, facts):
                 part = tokenizer(message["content"], add_special_tokens=False).input_ids
                 places += [(len(ids), len(ids) + len(part))] * (message["role"] == "assistant")
@@ -314,7 +325,8 @@ def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any
         The numbers of all parts.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    proof, cp = Proof(size, folder, say), size.context_parallel
+    proof = Proof(size, folder, say)
+    cp = size.context_parallel
     vocab_size = proof.part("data", proof.data)["vocab_size"]
     first = proof.part("first losses", partial(proof.short, "first", size.first_steps, size.first_rate))
     short = proof.part("short losses", partial(proof.short, "short", size.short_steps, size.short_rate, "first"))

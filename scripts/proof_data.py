@@ -83,12 +83,14 @@ def document(random: Random, tokens: int, facts: int) -> list[dict[str, str]]:
     times = 1 + tokens // 8192
     pieces: list[tuple[float, str, str]] = []  # place, text, answer
     for name in random.sample(PLACES, facts):
-        number, place = random.randrange(10**6, 10**7), random.random()
+        number = random.randrange(10**6, 10**7)
+        place = random.random()
         pieces.append((place, f" The magic number of {name} is {number}.", ""))
         pieces += [(random.uniform(place, 1), _question(name), f" {number}") for _ in range(times)]
     for _ in range((tokens - facts * (_FACT + times * _QUESTION)) // _SENTENCE):
         pieces.append((random.random(), sentence(random), ""))
-    messages, text = [], ""
+    messages = []
+    text = ""
     for _, words, answer in sorted(pieces):
         text += words
         if answer:
@@ -109,7 +111,8 @@ def documents(seed: str, shortest: int, longest: int, tokens: int) -> Iterator[l
         longest: Largest number of tokens of a document.
         tokens: Number of tokens of all documents together, about.
     """
-    random, made = Random(seed), 0
+    random = Random(seed)
+    made = 0
     lengths = [shortest << i for i in range(20) if shortest << i <= longest]
     while made < tokens:
         (length,) = random.choices(lengths, [n**-0.5 for n in lengths])

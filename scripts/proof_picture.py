@@ -30,7 +30,9 @@ def picture(result: Mapping[str, Any]) -> Figure:
     """
     figure = Figure(figsize=(9.7, 3.2), layout="constrained")
     curve, *maps = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
-    size, long, one = result["size"], result["long_losses"], result["one_rank_losses"]
+    size = result["size"]
+    long = result["long_losses"]
+    one = result["one_rank_losses"]
     curve.plot(range(1, len(long) + 1), long, color="#0072b2", label=f"{size['context_parallel']} ranks a sequence")
     curve.plot(range(1, len(one) + 1), one, "o", mfc="none", color="#d55e00", label="one rank")
     curve.set(xlabel="step", ylabel="loss", title=f"{size['seq_len'] * size['factor']:,} tokens, with YaRN")

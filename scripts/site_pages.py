@@ -49,7 +49,10 @@ def code_in_lists(text: str) -> str:
     Args:
         text: A page in Markdown.
     """
-    lines, in_list, in_code, fenced = [], False, False, False
+    lines = []
+    in_list = False
+    in_code = False
+    fenced = False
     for line in text.split("\n"):
         fenced ^= line.lstrip().startswith("```")
         if line and not line.startswith(" "):

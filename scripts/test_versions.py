@@ -48,7 +48,9 @@ def environment(version: str) -> Path:
         subprocess.CalledProcessError: pip failed.
     """
     folder = FOLDER / version
-    python, installed, wanted = folder / "bin" / "python", folder / "installed.txt", requirements(version)
+    python = folder / "bin" / "python"
+    installed = folder / "installed.txt"
+    wanted = requirements(version)
     if not installed.exists() or installed.read_text(encoding="utf-8") != wanted:
         print(f"{version}: installing into {folder}", flush=True)
         venv.create(folder, with_pip=True)

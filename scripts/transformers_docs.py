@@ -61,7 +61,8 @@ def classes() -> tuple[Counter[str], dict[str, list[str]]]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     register_transformers_attention()
-    passed, others = Counter[str](), defaultdict[str, list[str]](list)
+    passed = Counter[str]()
+    others = defaultdict[str, list[str]](list)
     for kind in NAMES:
         try:
             model = build(kind)

@@ -51,7 +51,9 @@ class Check:
         self.device = device
         self.facts: dict[str, Any] = {}
         self.problems: list[str] = []
-        self._headline, self._verdict, self._path = "", "failed", path
+        self._headline = ""
+        self._verdict = "failed"
+        self._path = path
         self._lock = Lock()  # several threads may make notes
         self._end = time.monotonic() + limit * (1 - _RESERVE)
 

@@ -26,7 +26,8 @@ def layer(check: Check) -> None:
     args = FLAVORS["debugmodel" if check.is_dry else "8B"]
     first, last = _DRY if check.is_dry else (_FIRST, _LAST)
     rows: list[dict[str, Any]] = []
-    tokens, seconds = first, 0.0
+    tokens = first
+    seconds = 0.0
     while tokens <= last and check.left() > _GROWTH * seconds:
         started = time.monotonic()
         row = measured(replace(args, max_seq_len=tokens), tokens, check.device)

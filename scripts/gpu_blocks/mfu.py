@@ -41,13 +41,18 @@ def mfu(check: Check) -> None:
     options = ["--training.data_streams=4"]
     vocabulary = VOCABULARY
     if check.is_dry:
-        args.flavor, args.layers, args.seq_len, vocabulary = "debugmodel", 1, 32, DRY_VOCABULARY
+        args.flavor = "debugmodel"
+        args.layers = 1
+        args.seq_len = 32
+        vocabulary = DRY_VOCABULARY
         options.append("--training.loss_chunk_tokens=16")  # for a few tokens with few logits
     else:
         left = torch.cuda.mem_get_info()[0] / 2**30 - _GIB_RESERVED - _GIB_OF_VOCABULARY
         if left < _GIB_OF_A_LAYER:
-            vocabulary, left = None, left + _GIB_OF_VOCABULARY
-        args.flavor, args.seq_len = "8B", 8192
+            vocabulary = None
+            left = left + _GIB_OF_VOCABULARY
+        args.flavor = "8B"
+        args.seq_len = 8192
         args.layers = max(min(int(left / _GIB_OF_A_LAYER), _MOST_LAYERS), 1)
     # The shipped tokenizer has few tokens; the model gets rows for tokens that no text has.
     known = language.vocab_size_of
@@ -149,7 +154,8 @@ def busy_share(events: Iterable[Mapping[str, Any]]) -> float | None:
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in _WORK)
     if not spans:
         return None
-    busy, reached = 0.0, spans[0][0]
+    busy = 0.0
+    reached = spans[0][0]
     for start, stop in spans:
         busy += max(stop - max(start, reached), 0)
         reached = max(reached, stop)

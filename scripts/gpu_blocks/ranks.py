@@ -30,7 +30,8 @@ def ranks(check: Check) -> None:
     whole = [dict(zip(settings, values, strict=True)) for values in product(*settings.values())]
     rows = [*pairs, *([] if check.is_dry else (row for row in whole if allowed(row) and row not in pairs))]
     rows.sort(key=lambda row: row not in pairs)
-    done, worst = 0, 0.0
+    done = 0
+    worst = 0.0
     for row in rows:
         if check.left() < 1:
             break

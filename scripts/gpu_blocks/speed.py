@@ -175,7 +175,8 @@ def _optimizers(check: Check) -> dict[str, float]:
 def _packing(check: Check) -> dict[str, float]:
     """Time the copies of the exchange of heads on rank 0 of 8: the exchange runs without transfers and attention."""
     rows = 8 if check.is_dry else 8192
-    layout, size = head_tail(_DEGREE * rows, _DEGREE), (1, 32, rows, 128)
+    layout = head_tail(_DEGREE * rows, _DEGREE)
+    size = (1, 32, rows, 128)
     plan = make_plan(layout, causal(_DEGREE * rows), "all_to_all", 0)
     q = torch.randn(size, dtype=torch.bfloat16, device=check.device)
     k = torch.randn(1, 8, rows, 128, dtype=torch.bfloat16, device=check.device)
@@ -189,7 +190,8 @@ def _packing(check: Check) -> dict[str, float]:
         backward=lambda inputs, terms, kv_dtype: (inputs.q, inputs.k, inputs.v),
     )
     run = ulysses.HeadExchange(plan, SimpleNamespace(rank=lambda: 0), inner)
-    inputs, terms = stages.BackwardInputs(out, q, k, k, out, lse), Terms(1.0)
+    inputs = stages.BackwardInputs(out, q, k, k, out, lse)
+    terms = Terms(1.0)
     with mock.patch.object(ulysses, "all_to_all", nothing_sent):
         return {
             "forward": _milliseconds(check, lambda: run.forward(q, k, k, terms=terms)),

@@ -106,7 +106,8 @@ def documents_on_ranks(
     layout = case.options.layout(case.seq_len, _RANKS, case.batch_mask)
     settings = AttentionSettings(case.head_dim**-0.5, case.is_causal, case.window)
     counters: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
-    phases, watched = iter(counters), ExitStack()
+    phases = iter(counters)
+    watched = ExitStack()
 
     def next_phase() -> None:
         watched.close()

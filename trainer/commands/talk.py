@@ -246,7 +246,9 @@ class Pieces:
         self._decode = decode
         self._tokens = []
         self._returned = 0
-        self._stops, self._held, self.stopped = stops, "", False
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
 
     def put(self, token: int) -> str:
         """Add a token. The possible beginning of a stop is held back.

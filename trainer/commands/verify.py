@@ -107,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         raise ConfigError(f"{args.path} cannot be read ({reason_of(error)})") from None
     from trainer.checkpoint.verify import verify_step
 
-    damaged, printed_reason = False, ""
+    damaged = False
+    printed_reason = ""
     for step in steps:
         started = time.monotonic()
         try:
