@@ -43,11 +43,11 @@ class Where(NamedTuple):
 
 
 def run_scan(x: torch.Tensor, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
-    """Return the result of a call, which the interception in force runs.
+    """Hand a call to the interception in force, and return its result. This function never calls `function` itself.
 
     Args:
-        x: A tensor of its arguments, any shape.
-        name: The name of the function.
+        x: One tensor among the arguments, any shape.
+        name: The name of the function, for the error message.
         function: The function.
         arguments: All arguments, by name.
 

@@ -54,10 +54,10 @@ from trainer.stores.store import Place, Store
 def tensors_of(
     model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
-    """Return every tensor of this rank that is saved and loaded, not copied, by a name that no layout changes.
+    """Return every saved tensor of this rank by name. The tensors are the model's and optimizer's own, not copies.
 
-    A shared parameter has the first of its names. Frozen parameters come from `checkpoint.initial_load_path`, and are
-    left out. Optimizer states are created if there are none yet.
+    Names are the same under every parallel layout. A shared parameter has the first of its names. Frozen parameters
+    come from `checkpoint.initial_load_path`, and are left out. Missing states of the optimizer are created.
 
     Args:
         model_parts: The model parts of this rank.

@@ -221,7 +221,7 @@ class Writer(FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Name the files of all ranks, on one of them.
+        """Give the files of all ranks their names. One rank calls it, with the plans of all ranks.
 
         Args:
             plans: The plans of the ranks.

@@ -194,7 +194,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
 
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
-    """Return each prompt with its continuation by the model. A collective over all ranks.
+    """Return each prompt followed by its continuation by the model, on every rank. A collective over all ranks.
 
     Args:
         args: The options of the command line.

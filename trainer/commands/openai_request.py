@@ -93,14 +93,16 @@ class Request:
 
 
 def check_fields(body: Mapping[str, Any], *, chat: bool) -> None:
-    """Check that the server supports each field of a request. A field of null counts as missing.
+    """Check that the server supports each field of a request, its value and its type.
+
+    A field of null counts as missing. Fields that the server ignores pass.
 
     Args:
         body: The request.
         chat: Whether the request is for a chat.
 
     Raises:
-        ConfigError: The server does not support a field; the message names it.
+        ConfigError: The server does not support a field, its value or its type; the message names the field.
     """
     used = _USED | (_USED_BY_CHAT if chat else _USED_BY_TEXTS)
     for key, value in body.items():

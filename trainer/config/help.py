@@ -114,7 +114,11 @@ def _entry(name: str, key: Key, text: str, width: int) -> list[str]:
 
 
 def _keys_of_topic(topic: str, schema: type) -> list[str]:
-    """Return the keys of a table, or the key that a topic names, with or without its table."""
+    """Return the keys that a topic names: all keys of a table, or the keys of this name, with or without their table.
+
+    Raises:
+        ConfigError: The topic is neither a table nor a key; the message gives a hint.
+    """
     name = topic.strip("[]").removeprefix("--").replace("-", "_")
     tables = list(get_type_hints(schema))
     keys = [key for key in keys_of(schema) if name in (key, *key.split("."))]

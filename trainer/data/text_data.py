@@ -41,11 +41,11 @@ class TextData:
         """Check that every stream has a document with text. Of more than SORTED documents the text is not read.
 
         Args:
-            data_streams: The configured number of streams, None for the default.
+            data_streams: The configured number of streams. None: one document with text is enough.
             seed: Seed of the order.
 
         Raises:
-            ConfigError: A stream has none.
+            ConfigError: A stream has no document with text, or there are fewer documents than streams.
         """
         check_streams("the data set", len(self.source), data_streams)
         if not (most := self.streams_with_text(data_streams or 1, seed)):

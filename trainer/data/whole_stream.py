@@ -169,7 +169,10 @@ class WholeStream(ItemStream):
         return chosen
 
     def _fill(self) -> bool:
-        """Read documents until enough of them wait; return whether a piece is left to be returned."""
+        """Read documents until enough tokens wait, and return whether a piece is left.
+
+        It also stops at the end of the order, when pieces of a long document are left, or after WINDOW documents.
+        """
         if self._lengths is None:  # after a restart from a saved state
             self._lengths = []
             left = self._whole_left

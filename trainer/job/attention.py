@@ -78,7 +78,11 @@ def resolve_attention(
 
 
 def _needs_plan(config: JobConfig, model: ModelArgs, device_type: str) -> bool:
-    """Return whether attention needs a plan; raise a ConfigError if the configured kernel lacks a feature."""
+    """Return whether attention needs a context-parallel plan, as for bands, softcap, sinks or very long sequences.
+
+    Raises:
+        ConfigError: The configured kernel lacks a feature that the model needs.
+    """
     needs = _needs(config, model)
     kernel = config.parallelism.context_parallel_kernel
     with options_as_keys():

@@ -32,16 +32,16 @@ class Place(NamedTuple):
 def chunk_statistics(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, place: Place
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the statistics of a chunk.
+    """Compute the log-sum-exp and the label's logit of each token, over the given rows of the weight alone.
 
     Args:
         hidden: (T, dim).
-        weight: (vocab, dim), or this rank's rows of it.
-        labels: (T,).
+        weight: (rows, dim): the whole vocabulary, or the rows of this rank.
+        labels: (T,), numbers in the whole vocabulary.
         place: See `Place`.
 
     Returns:
-        The log-sum-exp of each token's logits, (T,), and its label's logit, (T,), 0 if the weight lacks the row.
+        The log-sum-exp, (T,), and the label's logit, (T,), which is 0 if the weight lacks the label's row.
     """
     logits, _ = _capped(hidden @ weight.T, place.softcap)
     index, elsewhere = _label_index(labels, place.first, len(weight), place.whole)

@@ -280,7 +280,11 @@ class ExpertBalance(Observer):
 
     @torch.no_grad()
     def start_step(self) -> None:
-        """Set the mean load of all layers of the model. With pipelines this is one collective."""
+        """Give every router the mean load of each expert over all layers of the model.
+
+        With pipelines this is one collective. Nothing happens without an auxiliary loss, or if its load is per
+        micro-batch.
+        """
         args = self._args
         dims = self._dims
         if (

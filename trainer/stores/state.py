@@ -83,14 +83,15 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
 
 
 def parse_state(text: bytes, step: int) -> RunState:
-    """Return the state of a step.
+    """Parse `state.json`, and check that it is the state of the expected step.
 
     Args:
         text: The content of `state.json`.
-        step: Number of the step.
+        step: The step that the state must have.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError, RecursionError: It is damaged, or of another format.
+        ValueError, KeyError, TypeError, AttributeError, RecursionError: The text is damaged, of another format, or of
+            another step.
     """
     content = json.loads(text.decode())
     sum_of_content = content.pop("check_sum", None)  # older checkpoints have none

@@ -93,10 +93,12 @@ class LanguageTask:
         return raise_on_all_ranks(lambda: self.open_loader(**how), self.dims["world"])
 
     def open_loader(self, **how: Callable | None) -> Loader:
-        """Return the batches that this rank reads.
+        """Open the loader of this rank's batches. A collective over all ranks.
+
+        The first rank logs a summary if the data set is small.
 
         Args:
-            **how: `plan` and `exchange` of `BatchLoader`.
+            **how: `plan` and `exchange`, passed on to `BatchLoader`.
         """
         training = self.config.training
         dims = self.dims
@@ -180,11 +182,11 @@ class LanguageTask:
     def losses(
         self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        """Return the loss of each token of this rank, (B, S / cp).
+        """Return the loss of each next token of this rank, (B, S / cp). Its backward also trains further tokens.
 
         Args:
             part: The model part that has the output.
-            hidden: Hidden states, (B, S / cp, dim).
+            hidden: Hidden states, (B, S / cp, dim), or with K further tokens ((1 + K) * B, S / cp, dim).
             targets: Labels, (B, S / cp), or with K further tokens (B, S / cp, 1 + K).
         """
         if targets.ndim == 3:  # with further tokens

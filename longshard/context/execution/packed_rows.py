@@ -155,10 +155,10 @@ class PackedRows:
         return whole
 
     def by_rank(self, rows: Tensors) -> torch.Tensor:
-        """Return the message to all ranks, 1-D bytes.
+        """Return one 1-D byte buffer with the rows of rank 0, then the rows of rank 1, and so on.
 
         Args:
-            rows: All rows in the order of the sequence, (R, width) for each block.
+            rows: For each block, all its rows in the order of the sequence, (R, width).
         """
         if self._in_order:
             return rows[0].view(-1)

@@ -301,7 +301,16 @@ class _Halving:
                 yield np.argsort(np.argsort(order)[document], kind="stable")
 
     def _arcs(self, circle: _Circle, rows: int, share: float) -> Iterator[_Arcs]:
-        """Yield arcs of `rows` tokens: arcs that start or end at a stop, then arcs closer to the share of work."""
+        """Yield batches of arcs of `rows` tokens.
+
+        The arcs of the first batch start or end at stops. Later batches interpolate between an arc with less than the
+        share and an arc with more.
+
+        Args:
+            circle: The circle.
+            rows: Tokens of each arc.
+            share: The fraction of the work of the whole circle that an arc should have.
+        """
         starts = np.unique(
             np.concatenate([circle.stops, (circle.stops - rows) % circle.length])
         )

@@ -96,11 +96,11 @@ class Band(NamedTuple):
         return first, max(first, min(self.kv_stop, stop + self.upper))
 
     def shifted(self, queries: int, keys: int) -> "Band":
-        """Return the band moved along both axes.
+        """Return the band moved along both axes: a pair (q, k) becomes (q + queries, k + keys).
 
         Args:
-            queries: The distance of the new queries from the old ones.
-            keys: The distance of the new keys from the old ones.
+            queries: Is added to each query index.
+            keys: Is added to each key index.
         """
         moved = (
             self.q_start + queries,

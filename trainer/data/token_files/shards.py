@@ -32,7 +32,9 @@ def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
-    """Tokenize a part. Its .idx appears last, when the shard is whole. One process at a time writes it.
+    """Tokenize a part, and write its shard. The .idx file is written last, when the shard is whole.
+
+    The function locks the shard. A second process waits, and returns if the shard is whole by then.
 
     Args:
         settings: The data set.

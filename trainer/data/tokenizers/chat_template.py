@@ -135,7 +135,10 @@ class ChatTemplate:
         return notes_of(conversation, learned, text, ends_of_spans(text, spans, self._tokens))
 
     def ends_of_answers(self) -> list[str]:
-        """Return the special tokens that end an answer and a call of a tool; a template may write none."""
+        """Return the special tokens with which the template ends an answer and a call of a tool.
+
+        An end that the template does not write is left out, so the list may be empty.
+        """
         call = {
             "id": "call00000",
             "type": "function",

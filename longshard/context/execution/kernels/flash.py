@@ -32,10 +32,10 @@ logger = logging.getLogger("longshard")
 def newer_flash(head_dim: int) -> FlashPackage | None:
     """Return the package behind the flash operators of this process; None for FlashAttention-2.
 
-    The first call activates it.
+    The first call activates a package. The package depends on the GPU and on deterministic algorithms.
 
     Args:
-        head_dim: Size of a head; a package may refuse it.
+        head_dim: Size of a head. A package that cannot compute this size is passed over.
     """
     return activated(
         gpu_capability(), head_dim, deterministic=torch.are_deterministic_algorithms_enabled()
