@@ -212,6 +212,9 @@ class ChunkedPass:
     def forward(self, ends: KnownStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the outputs, (B, S, H, V), the states before fragments, and the state after the last fragment.
 
+        The states before fragments are (B, F, H, K, V), as `begin_backward` takes them. Without a chunk, the last state
+        is the state of zeros.
+
         Args:
             ends: The states before fragments.
         """
@@ -223,7 +226,9 @@ class ChunkedPass:
         return out, entries, last
 
     def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
-        """Begin the backward.
+        """Begin the backward: keep in this object what its next steps use.
+
+        These are the states before chunks, the chunks of `dout` in the data type of `entries`, and their readings.
 
         Args:
             dout: The gradient of the outputs, (B, S, H, V).

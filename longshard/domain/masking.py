@@ -88,7 +88,8 @@ def _dims_of(mask: AnyTensor, x: AnyTensor) -> int:
     """Return the number of dimensions of a mask, if it has the sizes of the first dimensions of x."""
     if tuple(mask.shape) != tuple(x.shape[: mask.ndim]):
         raise IndexError(
-            f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}"
+            f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}; "
+            "use a whole mask, not the mask of a shard"
         )
     return mask.ndim
 

@@ -201,8 +201,8 @@ def check_layouts(tensors: Iterable[DomainTensor]) -> None:
     ]
     if not _are_equal(repr(said).encode(), tensors):
         raise ValueError(
-            f"the ranks of the domain describe their tensors differently; this rank has (shape, type, rows of each "
-            f"rank): {said}; give every rank the same sizes of all shards, such as `sized([5, 4])`, or `gathered`"
+            f"the ranks of the domain describe their tensors differently; this rank has (shape, dtype, rows of each "
+            f"rank): {said}; give every rank the same whole shape, dtype and rows, such as `sized([5, 4])`"
         )
 
 

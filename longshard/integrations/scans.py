@@ -43,7 +43,7 @@ class Where(NamedTuple):
 
 
 def run_scan(x: torch.Tensor, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
-    """Hand a call to the interception in force, and return its result. This function never calls `function` itself.
+    """Return the result of a call from the interception in force. `function` itself is never called here.
 
     Args:
         x: One tensor among the arguments, any shape.

@@ -38,8 +38,8 @@ def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]
     late = [name for name in before if ORDER.index(name) >= ORDER.index(feature)]
     if late:
         raise RuntimeError(
-            f"{feature} cannot replace the forward of this {kind} after {late[-1]}; apply them once each, in the order "
-            f"{', '.join(ORDER)}"
+            f"{feature} cannot replace the forward of this {kind} after {late[-1]}; "
+            f"build the model again, and apply each feature once, in the order {', '.join(ORDER)}"
         )
     if "forward" in module.__dict__ and not before and feature not in _WRAPPING:
         raise RuntimeError(

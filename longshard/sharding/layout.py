@@ -184,7 +184,7 @@ def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:
     if seq_len < 0 or pieces < 1 or multiple_of < 1 or seq_len % multiple_of:
         raise ValueError(
             f"a sequence of {seq_len} tokens cannot be cut into {pieces} pieces whose lengths are multiples of "
-            f"{multiple_of}: both must be at least 1, and {multiple_of} must divide the length"
+            f"{multiple_of}; use a length that {multiple_of} divides, and at least 1 piece"
         )
     units, longer = divmod(seq_len // multiple_of, pieces)
     lengths = [(units + (piece < longer)) * multiple_of for piece in range(pieces)]

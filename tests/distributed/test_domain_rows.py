@@ -119,7 +119,8 @@ def test_rows_for_a_mask_fit_it(pool: WorkerPool) -> None:
         assert "rows for a mask of several sharded dimensions; use torch.where" in messages[0]
         assert messages[1:] == [
             "a mask that shows 4 rows got 3 rows",
-            "a mask of shape (3,) does not fit the first dimensions of (4, 4)",
+            "a mask of shape (3,) does not fit the first dimensions of (4, 4); use a whole mask, "
+            "not the mask of a shard",
         ]
 
 

@@ -138,7 +138,7 @@ def test_what_is_missing_is_told_before_anything_starts(path: Path, tmp_path, mo
     message = refused(config, wanted.ranks)
     if config.training.dataset == "c4_test":
         assert message.startswith(
-            "training.dataset = 'c4_test' means the 2,000 documents in torchtitan's repository; use"
+            "training.dataset = 'c4_test' is a file in torchtitan's repository; clone it, and use"
         )
     else:
         wanted = r"training.dataset = 'c4' lies on the Hugging Face hub; use .* training.dataset_path = 'allenai/c4:en'"

@@ -36,7 +36,7 @@ def job_of(tmp_path: Path, *arguments: str, ranks: int = 1):
         (
             ["--model.name=qwen3_moe", "--lora.modules", "wq", "w13", "--lora.dropout=0.1", INITIAL],
             1,
-            "lora.dropout = 0.1 does not reach the experts' 'w13' of lora.modules",
+            "lora.dropout = 0.1 does not work with the experts' weights ['w13'] of lora.modules",
         ),
         (
             ["--model.name=qwen2_moe", "--lora.modules", "wq", "w1", "--lora.dropout=0.1", INITIAL],

@@ -287,7 +287,7 @@ class Server:
         for token in prompt:
             if not 0 <= token < size:
                 raise ConfigError(
-                    f"prompt has the token {token}, and the model's tokens are 0 to {size - 1}"
+                    f"prompt has the token {token}, and the model's tokens are 0 to {size - 1}; send its own tokens"
                 )
         return prompt
 

@@ -203,7 +203,13 @@ def _report_lost_peers(reports: "Reports", error: Exception) -> None:
 
 @contextmanager
 def _shared_errors_printed_once(rank: int) -> Iterator[None]:
-    """Let rank 0 print an error that every rank has. Other ranks wait: the first rank that ends would end all ranks."""
+    """Let rank 0 print an error that every rank has, a SharedConfigError; then every rank raises it.
+
+    All ranks meet at a barrier first, because the first rank that ends would end all ranks. Other errors pass through.
+
+    Args:
+        rank: This rank.
+    """
     try:
         yield
     except SharedConfigError as error:

@@ -58,7 +58,8 @@ class EarlyUpdates:
         """
         if self._versions:
             raise RuntimeError(
-                "a failed step has updated some parameters, not all; resume from the last checkpoint"
+                "an earlier step failed after it had updated some parameters; "
+                "end this process and start the same command again: it resumes from the last checkpoint"
             )
         self._calls.clear()
         self._counts = True

@@ -51,8 +51,11 @@ class LoRA:
     def adapts(self, name: str) -> bool:
         """Return whether a linear module, or a stacked weight of experts, has an adapter.
 
+        Only names that begin with `layers.` can have one. Of these, the names whose last part is in `modules` have one.
+        If `modules` is empty, all have one except `gate` and names with `.experts.`.
+
         Args:
-            name: Its name.
+            name: Its full name, from `layers.` on.
         """
         module = name.rpartition(".")[2]
         by_default = module != "gate" and ".experts." not in name

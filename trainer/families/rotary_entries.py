@@ -51,7 +51,7 @@ def rotary_share(config: Entries) -> float:
         share = config.whole("rotary_dim") / head_dim
     if not share <= 1 or int(head_dim * share) % 2:
         raise ConfigError(
-            f"{config.file}: {key} = {share} must leave an even part of heads of {head_dim}"
+            f"{config.file}: {key} = {share} must rotate an even number of a head's {head_dim} channels"
         )
     return share
 

@@ -77,7 +77,7 @@ class Entries:
         return bool(value)
 
     def table(self, key: str) -> "Entries":
-        """Return a table within this one; missing or null means an empty table.
+        """Return a table within this one; a missing, null or empty entry means an empty table.
 
         Args:
             key: The key.

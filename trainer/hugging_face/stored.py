@@ -98,13 +98,16 @@ def _without_tables(tensors: dict[str, Stored]) -> dict[str, Stored]:
 
 
 def read_file(file: Path) -> dict[str, Stored]:
-    """Return every tensor of a file, by name.
+    """Return every tensor of a safetensors file by name: its data type, its shape and its place in the file.
+
+    Only the header of the file is read.
 
     Args:
         file: The file.
 
     Raises:
-        ConfigError: The file is missing, cut short or no safetensors file, or a tensor has another dtype.
+        ConfigError: The file is missing, cut short or no safetensors file, or a tensor has a dtype that is not in
+            `BYTES`.
     """
     from safetensors import (
         SafetensorError,

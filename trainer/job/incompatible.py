@@ -23,14 +23,14 @@ class Pair(NamedTuple):
 
 
 def refuse_incompatible(first: str, draft: Draft) -> None:
-    """Refuse the first row of a key that holds.
+    """Refuse a job by the first row of `INCOMPATIBLE` that begins with this key and holds for the job.
 
     Args:
-        first: The first key of the rows.
+        first: The first key of the rows. If it is not in use, no row is looked at.
         draft: The job so far.
 
     Raises:
-        ConfigError: The sentence of that row.
+        ConfigError: The sentence of that row, filled in from the draft.
     """
     for pair in INCOMPATIBLE if _IN_USE[first](draft) else ():
         if pair.first == first and pair.holds(draft):

@@ -194,7 +194,9 @@ class Language(TaskSpec):
         )
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
-        """Return the paragraphs of the summary by topic: data, experts, pipeline, attention, loss, offloaded inputs.
+        """Return the paragraphs of the summary by topic.
+
+        The topics are data, experts, pipeline, attention, linear attention, loss and offloaded inputs.
 
         Args:
             job: The resolved job.

@@ -78,8 +78,8 @@ def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
         experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]
     ):
         raise ConfigError(
-            f"lora.dropout = {settings.dropout} does not reach the experts' {experts[0]!r} of lora.modules, whose "
-            "tokens are sorted by expert (peft refuses it as well); use 0, or leave the experts out of lora.modules"
+            f"lora.dropout = {settings.dropout} does not work with the experts' weights {experts} of lora.modules; "
+            "use lora.dropout = 0, or leave these weights out of lora.modules"
         )
     if settings.dropout and any(
         ".shared." in name and settings.adapts(name) for name in weight_shapes(model)

@@ -26,8 +26,8 @@ def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tenso
         place = buffer.data_ptr()
         if error := int(runtime.cudaHostRegister(place, size, 0)):
             raise MemoryError(
-                f"{key} cannot lock {size:,} more bytes of host memory (CUDA error {error}); raise the limit of the "
-                f"node, or {advice}"
+                f"{key} cannot lock {size:,} more bytes of host memory (CUDA error {error}); "
+                f"give the job more host memory (limit of the container, or ulimit -l), or {advice}"
             )
         weakref.finalize(buffer, runtime.cudaHostUnregister, place).atexit = False
     return buffer

@@ -242,10 +242,10 @@ class Watchdog:
         self._started = time.time() - 2
 
     def ended(self, rank: int | None, code: int) -> bool:
-        """Return whether a watchdog ended this rank.
+        """Return whether a watchdog ended this rank: by SIGABRT, with a flight record no older than the job.
 
         Args:
-            rank: The rank. None: any rank.
+            rank: The rank. None: any rank; the record of any rank counts.
             code: The exit code of its process.
         """
         if self.folder is None or code != -signal.SIGABRT:

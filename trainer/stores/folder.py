@@ -155,13 +155,17 @@ def unreadable(folder: Store, step: int, error: BaseException | str) -> ConfigEr
 def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     """Check that this run can resume from `state`.
 
+    With "optimizer" in `checkpoint.exclude_from_loading`, the optimizer is not checked. With "dataloader", the seed and
+    the data streams are not. `training.data_streams` of None takes the saved number.
+
     Args:
         state: The state of a saved step.
         config: The configuration.
         model: The arguments of the model.
 
     Raises:
-        ConfigError: Another model, data type, seed or number of data streams, or no optimizer for the coming steps.
+        ConfigError: Model, data type, optimizer, seed or number of data streams differ, or the step holds weights
+            alone.
     """
     path = checkpoint_folder(config).step(state.step)
     elsewhere = "or start from step 0 in another checkpoint.folder"

@@ -83,7 +83,7 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
 
 
 def parse_state(text: bytes, step: int) -> RunState:
-    """Parse `state.json`, and check that it is the state of the expected step.
+    """Return the record in `state.json`, after a check that it belongs to the expected step.
 
     Args:
         text: The content of `state.json`.

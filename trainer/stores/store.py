@@ -258,7 +258,7 @@ class LocalStore(Store):
         return "__"
 
     def publish(self, step: int, state: bytes, claim: str) -> None:
-        """Rename step-N.tmp to step-N.
+        """Write `state.json` into step-N.tmp, and rename that folder to step-N; an old step-N makes way.
 
         Args:
             step: Number of the step.

@@ -156,8 +156,14 @@ def _assigned(
 def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarray:
     """Return the target cost of the ranks of each micro-batch, (micro_batches,).
 
-    The targets are equal, except where the costliest documents take longer, each on a rank of its own. The first
-    document of a micro-batch then sets the target of this micro-batch, and the other micro-batches have lower targets.
+    The targets are equal, except where the costliest documents take longer than that, each on a rank of its own.
+    Micro-batch i begins with document i * ranks. If this document takes longer than its share, it sets the target of
+    the micro-batch, and the other micro-batches have lower targets.
+
+    Args:
+        descending: The costs of all documents, the highest first.
+        micro_batches: Number of micro-batches.
+        ranks: Number of ranks.
     """
     firsts = np.zeros(micro_batches)
     heads = descending[: micro_batches * ranks : ranks]

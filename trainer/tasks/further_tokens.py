@@ -99,7 +99,8 @@ def _shifted(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
 def first_losses(x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
     """Return the next token's losses, (B, S). The backward sends the gradient to all 1 + K losses, times their factors.
 
-    A gradient that is one expanded number stays one: from this, the loss in chunks knows that losses are summed.
+    If all factors are 1, a gradient that is one expanded number stays one: from this, the loss in chunks knows that
+    losses are summed.
 
     Args:
         x: (1 + K, B, S); the next token's losses first.

@@ -93,7 +93,7 @@ class LanguageTask:
         return raise_on_all_ranks(lambda: self.open_loader(**how), self.dims["world"])
 
     def open_loader(self, **how: Callable | None) -> Loader:
-        """Open the loader of this rank's batches. A collective over all ranks.
+        """Return the loader of this rank's batches. A collective over all ranks.
 
         The first rank logs a summary if the data set is small.
 

@@ -144,7 +144,9 @@ _experts_keeping_inputs = _checkpointed("with_experts")
 def _contexts_with_attention_on_host(
     keep: Callable[[int, torch.Tensor], Any],
 ) -> tuple[Any, Any]:
-    """Keep the same operators, but keep the results of attention by `keep`.
+    """Return the contexts of the forward and of its repetition, for selective checkpointing.
+
+    They keep the same operators, and the results of attention by `keep`.
 
     keep: (number of the result, tensor) -> an object whose `take` returns the result.
     """

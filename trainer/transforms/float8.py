@@ -49,7 +49,8 @@ def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> N
 def precompute_scales(model: nn.Module, config: JobConfig) -> None:
     """Compute the scales of all weights for a step's float8 all-gathers, by one reduction over the ranks.
 
-    Weights on the host are copied to the GPU without these scales, and compute their own.
+    Nothing happens without such all-gathers, or with `training.enable_cpu_offload`. Weights on the host are copied to
+    the GPU without these scales, and compute their own.
 
     Args:
         model: The model part.

@@ -234,7 +234,11 @@ def _exchanged(
     passes: Sequence[HeadShare],
     keep_exchanged: bool,
 ) -> Cost:
-    """Return the cost with two exchanges of heads."""
+    """Return the cost of a plan on its rank, with two exchanges of heads in each pass.
+
+    The first sends this rank's rows to each other rank. After the inner plan, the second gives each other rank its rows
+    back.
+    """
     cost = Cost()
     is_backward = direction == "backward"
     kinds = _TENSORS["keeping" if is_backward and keep_exchanged else direction]

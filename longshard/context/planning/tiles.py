@@ -75,7 +75,10 @@ class _Rows:
 def _stretches(
     start: int, stop: int, place: int, band: Band, places: Offsets
 ) -> Iterator[_Rows]:
-    """Yield the queries of a piece in stretches on which each end of their interval has one slope."""
+    """Yield the queries of a piece in stretches on which each end of their interval has one slope.
+
+    The interval of a query is the places of the keys that it sees. Queries that see no key are left out.
+    """
     cuts = {start, stop}
     for bound in (band.lower, band.upper):
         if abs(bound) < ANY:

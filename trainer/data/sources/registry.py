@@ -188,8 +188,8 @@ def source_of(settings: DataSettings) -> Source:
         return DATASETS[name]
     if name == "c4_test":
         raise ConfigError(
-            f"{keys.dataset} = 'c4_test' means the 2,000 documents in torchtitan's repository; use {keys.dataset} = "
-            f"'jsonl' and {keys.path} = 'torchtitan/tests/assets/c4_test/data.json', where your clone of it lies"
+            f"{keys.dataset} = 'c4_test' is a file in torchtitan's repository; clone it, and use {keys.dataset} = "
+            f"'jsonl' and {keys.path} = 'PATH/TO/torchtitan/tests/assets/c4_test/data.json'"
         )
     if name.startswith("c4") or "/" in name:
         path = "allenai/c4:en" if name.startswith("c4") else name

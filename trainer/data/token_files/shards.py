@@ -32,9 +32,7 @@ def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
-    """Tokenize a part, and write its shard. The .idx file is written last, when the shard is whole.
-
-    The function locks the shard. A second process waits, and returns if the shard is whole by then.
+    """Tokenize a part, and write its shard under a lock, the .idx file last. A second process waits for the shard.
 
     Args:
         settings: The data set.
