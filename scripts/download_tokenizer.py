@@ -16,6 +16,7 @@ from trainer.config.errors import ConfigError
 
 FILENAME, OTHER = "original/tokenizer.model", "tokenizer.json"
 SETTINGS_FILES = ("tokenizer_config.json", "generation_config.json")  # name the tokens that begin and end a text
+_OTHERWISE = f"copy {FILENAME} here by hand, or train a tokenizer with `python scripts/train_tokenizer.py`"
 
 
 def download(repo_id: str, folder: str, token: str | None) -> str:
@@ -49,22 +50,40 @@ def download(repo_id: str, folder: str, token: str | None) -> str:
                 fetch(name)
             return path
     except Exception as error:
-        # The hub's client has changed its HTTP library: connection errors of both are known by their module.
-        library = type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests")
-        if not (isinstance(error, hub.HfHubHTTPError | hub.HFValidationError | OSError) or library):
+        if not is_of_hub(error):
             raise
-        raise ConfigError(_reason(error, repo_id)) from None
+        raise ConfigError(hub_reason(error, repo_id, _OTHERWISE)) from None
     raise ConfigError(
         f"{repo_id} has neither {FILENAME} nor {OTHER}; choose another repository, for example meta-llama/Llama-3.1-8B"
     )
 
 
-def _reason(error: Exception, repo_id: str) -> str:
+def is_of_hub(error: Exception) -> bool:
+    """Return whether the hub, its client or the network has raised an error.
+
+    Args:
+        error: The error.
+    """
+    from huggingface_hub import errors as hub
+
+    # The hub's client has changed its HTTP library: connection errors of both are known by their module.
+    library = type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests")
+    return library or isinstance(error, hub.HfHubHTTPError | hub.HFValidationError | OSError)
+
+
+def hub_reason(error: Exception, repo_id: str, otherwise: str) -> str:
+    """Return the sentence for an error of the hub: the value, the reason, and a remedy.
+
+    Args:
+        error: The error.
+        repo_id: The repository that was asked for.
+        otherwise: The remedy if the hub cannot be reached, besides checking the network.
+    """
     from huggingface_hub import errors as hub
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, hub.HFValidationError):
-        return f"--repo-id {repo_id!r} is no repository name; it must look like meta-llama/Llama-3.1-8B"
+        return f"{repo_id!r} is no name of a repository; it must look like meta-llama/Llama-3.1-8B"
     if isinstance(error, hub.GatedRepoError | hub.RepositoryNotFoundError):
         # The hub answers "not found" to strangers as well, so that one sentence has to serve both.
         state = "is gated" if isinstance(error, hub.GatedRepoError) else "does not exist or is private"
@@ -74,15 +93,8 @@ def _reason(error: Exception, repo_id: str) -> str:
         )
     if status in (401, 403):
         return f"the hub refused access to {repo_id} (HTTP {status}); pass a valid --token with read permission"
-    return _unreachable(error)
-
-
-def _unreachable(error: Exception) -> str:
     reason = str(error.__cause__ or error).strip().partition("\n")[0]
-    return (
-        f"the Hugging Face hub cannot be reached ({reason}); check the network, or copy {FILENAME} here by hand,"
-        " or train a tokenizer with `python scripts/train_tokenizer.py`"
-    )
+    return f"the Hugging Face hub cannot be reached ({reason}); check the network, or {otherwise}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -236,7 +236,7 @@ sys.exit(download_tokenizer.main(["--folder", "nowhere"]))
         ("ConnectionError('name unknown')", "the Hugging Face hub cannot be reached (name unknown)"),
         ("errors.GatedRepoError.__new__(errors.GatedRepoError)", "is gated for this account; accept its licence"),
         ("errors.RepositoryNotFoundError.__new__(errors.RepositoryNotFoundError)", "does not exist or is private"),
-        ("errors.HFValidationError('bad')", "is no repository name"),
+        ("errors.HFValidationError('bad')", "is no name of a repository"),
     ],
 )
 def test_the_download_says_what_is_wrong_in_one_sentence(error, message):

