@@ -31,9 +31,9 @@ chat: $(INSTALLED)
 	grep -E '^(transformers|gguf)==' requirements-dev.txt | $(PY) -m pip install --quiet --disable-pip-version-check -r /dev/stdin
 	test -d $(MODEL) || $(PY) scripts/get_model.py smollm2 --folder $(MODEL)
 	$(PY) -m trainer generate $(MODEL) --chat --temperature 0 --tokens 60 --prompt '$(QUESTION)'
-	$(PY) -m trainer train lora --model.path $(MODEL) --training.dataset_path examples/about_itself.jsonl --ngpu 1 \
-		--job.dump_folder outputs/about_itself --training.dtype float32 --training.seq_len 512 \
-		--training.global_batch_size 2 --training.steps 60 --optimizer.lr 1e-3 --activation_checkpoint.mode none
+	$(PY) -m trainer train sft --model.path $(MODEL) --training.dataset_path examples/about_itself.jsonl --ngpu 1 \
+		--job.dump_folder outputs/about_itself --training.seq_len 512 --training.local_batch_size 2 \
+		--training.global_batch_size 2 --training.steps 60 --optimizer.lr 2e-4 --activation_checkpoint.mode none
 	$(PY) -m trainer generate outputs/about_itself --chat --temperature 0 --tokens 60 --prompt '$(QUESTION)'
 	$(PY) -m trainer chat outputs/about_itself
 
