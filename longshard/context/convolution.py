@@ -81,7 +81,15 @@ def _context_parallel_convolution_backward(
 def _fetched(
     rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Window
 ) -> tuple[torch.Tensor, Tiles]:
-    """Return the rows that the windows of this rank's rows read, and its tiles. rows: x, (B, S, C), or its gradient."""
+    """Return the rows that this rank's windows read, tile after tile, and the tiles in them.
+
+    Rows of other ranks are fetched; rows outside the sequence are zeros. A tile is (its first row among the returned
+    rows, its number of outputs).
+
+    rows: x, (B, S, C), or the gradient of the output, which may have one more channel; x: only its shape is checked;
+        plan:
+    the handle, (B,) int64.
+    """
     live, _ = resolve(plan)
     axis = Axis(live.layout, live.mesh.get_group())
     if x.ndim != 3 or x.shape[1] != axis.rows:

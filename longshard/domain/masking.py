@@ -56,11 +56,12 @@ def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
 
     Args:
         x: The tensor, any shape.
-        mask: The mask, bool, in the shape of the first dimensions of x.
-        value: A number, one row for all, or a row for each row of x[mask].
+        mask: The mask, bool, in the global shape of the first dimensions of x.
+        value: A number, one row for all, or a row for each row of x[mask], over all ranks.
 
     Raises:
         IndexError: The mask has other sizes than x, or there are more or fewer rows.
+        DomainOperatorError: There are several rows, and x is sharded in several dimensions of the mask.
     """
     dims = _dims_of(mask, x)
     own = own_part(mask, x.domain.without(*range(dims, x.ndim)), mask.shape)

@@ -53,7 +53,13 @@ def _dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
 def _random_like(
     function, x, *bounds: int, dtype=None, low=0, high=None, generator=None, **_: Any
 ) -> DomainTensor:
-    """Return random numbers like x. The other arguments describe the memory of the result, and are not needed."""
+    """Return random numbers of the shape and domain of x.
+
+    function: `rand_like`, `randn_like` or `randint_like`; bounds: high, or low and high, of `randint_like`, which may
+        also
+    come by name. A generator is refused. All other arguments, except dtype, describe the memory of the result, and are
+    not needed.
+    """
     _check(function, x, generator)
     bounds = bounds or (() if high is None else (low, high))
     dtype = dtype or x.dtype

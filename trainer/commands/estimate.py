@@ -105,7 +105,10 @@ def _calibrated(arguments: list[str], name: str, device: str) -> str:
 
 
 def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
-    """Return the options of this command, and the ranks and settings of the job. --ngpu: GPUs of a node."""
+    """Return the options of this command, and the settings of the job.
+
+    The option `world_size` is the number of ranks of the job. `Start.ranks` is the number of GPUs of a node.
+    """
     parser = argparse.ArgumentParser(
         prog="lct estimate",
         usage=argparse.SUPPRESS,

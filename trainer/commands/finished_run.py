@@ -77,14 +77,16 @@ def imports_option(parser: argparse.ArgumentParser) -> None:
 def configuration(
     folder: Path, step: int, *, command: str, task: str = "tokens", allow_imports: bool = False
 ) -> JobConfig:
-    """Return the configuration of a run, changed for one device and whole weights.
+    """Return the configuration of a run's step, changed to load its whole weights on one device.
+
+    Parallelism, validation, activation checkpointing and compilation get their defaults, and the batch size is 1.
 
     Args:
         folder: The folder of the run.
         step: The saved step; -1 for the latest.
         command: The command, for messages.
         task: The task for whose runs the command is.
-        allow_imports: Whether to import the packages of the run.
+        allow_imports: Whether to import the packages that the run names; their code runs.
 
     Raises:
         ConfigError: There is no run or no such step, or the run is of another task.

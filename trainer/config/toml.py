@@ -49,11 +49,11 @@ def missing_file_hint(path: Path) -> str:
 
 
 def load_toml(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return the content of a TOML file.
+    """Return the content of one TOML file. A key `base` stays in it.
 
     Args:
         path: The file.
-        chain: The files that led here by their key `base`.
+        chain: The files that led here by their key `base`, for messages; empty if none did.
 
     Raises:
         ConfigError: The file is missing, cannot be read, or is not TOML.

@@ -161,12 +161,14 @@ def write_windows(args: TransformerArgs, otherwise: int | None = None) -> Fields
 
 
 def windows(full: int, otherwise: int, key: str = "") -> Part:
-    """Return the part of windows. By default, every n-th layer has full attention.
+    """Return the part that reads and writes the sliding window, and which layers have it.
+
+    If a file has no `layer_types`, every n-th layer has full attention, and the others have the window.
 
     Args:
-        full: n, or the default of n.
-        otherwise: See `write_windows`.
-        key: The key of n, if it has one.
+        full: n; with `key`, the value of n if the file lacks the key.
+        otherwise: The window that is written if no layer has one, see `write_windows`.
+        key: The file's key of n, if it has one.
     """
 
     def read(config: Entries) -> Fields:
@@ -178,12 +180,14 @@ def windows(full: int, otherwise: int, key: str = "") -> Part:
 
 
 def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
-    """Return `windows` of a model whose layers with a window have their own frequencies, without scaling.
+    """Return a part that adds to `windows` the base of the frequencies of the layers with a window.
+
+    It is for models in which these layers have their own frequencies, without scaling.
 
     Args:
         part: The result of `windows`.
         assumed: Base of these frequencies if the file has no entry.
-        *keys: The entry's names before transformers 5.
+        *keys: Names that the entry of this base had before transformers 5.
     """
 
     def read(config: Entries) -> Fields:
@@ -224,15 +228,15 @@ WINDOW = Part(_read_window, lambda args: {"sliding_window": args.sliding_window}
 
 
 def check_switched(config: Entries, window: int | None, needed: str) -> None:
-    """Check that layers with a window have the entries that switch them on.
+    """Check that layers with a window have the entry that switches it on, `use_sliding_window`.
 
     Args:
         config: The entries of the file.
         window: The window. None if no layer has one.
-        needed: The needed entries, for the message.
+        needed: Names of the entries that such a file needs, only for the message.
 
     Raises:
-        ConfigError: The switch is off.
+        ConfigError: A layer has a window, and the switch is off or missing.
     """
     if window is not None and not config.switch("use_sliding_window"):
         value = config.content["layer_types"]

@@ -127,9 +127,10 @@ class LatentAttention(Branch):
         return self.wq if self.args.latent.query_rank is None else self.wq_b
 
     def tensor_parallel_styles(self) -> Styles:
-        """Return how tensor-parallel ranks divide it, by names of modules.
+        """Return how tensor-parallel ranks divide this attention, by names of its modules.
 
-        A rank makes the latents of its tokens; then the ranks gather all latents.
+        A rank makes the latents of its own tokens, (B, S / tp, ...). Then the ranks gather all latents, and each rank
+        computes its own heads.
         """
         token_modules = ("wq_a", "q_a_norm", "wkv_a", "kv_a_norm")
         styles = tokens_divided(token_modules)

@@ -252,12 +252,16 @@ def apply_offload(
     device_type: str,
     machine: Machine = MACHINE,
 ) -> None:
-    """Let the inputs of the checkpointed layers wait on the host, or be recomputed, as `settings` say; in place.
+    """Keep inputs of checkpointed layers on the host until the backward, or recompute them.
+
+    It changes the layers in place, as `settings` say. In a group of layers only the first layer's input is kept; the
+    backward computes the others again from it. With `offload = "inputs+attention"`, results of attention that selective
+    checkpointing keeps wait on the host in the same way.
 
     Call it after activation checkpointing and `torch.compile`, and before `fully_shard`.
 
     Args:
-        layers: Layers of a model or of a pipeline's stage, in their order.
+        layers: Layers of a model or of a pipeline's stage, in their order; names are numbers.
         settings: Table `[activation_checkpoint]`.
         device_type: The device type of the job.
         machine: The machine of this rank.

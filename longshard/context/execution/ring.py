@@ -148,7 +148,7 @@ class StagedExecution:
     def _summed_gradients(
         self, inputs: BackwardInputs, scale: float, expansion: Expansion | None
     ) -> QKV:
-        """Return the gradients of q, k, v, summed over stages in the dtype of the log-sum-exp."""
+        """Return the gradients of q, k, v, with sums in the dtype of the log-sum-exp. An unsummed dq has q's dtype."""
         _, q, k, v, _, lse = inputs
         launches = self.lowered.backward
         written = fresh_rows(
