@@ -136,7 +136,11 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list = [1, 0, 1] is not supported"),
         ("glm4_moe", {"n_group": 4}, "n_group = 4 must divide 6 experts"),
         ("glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 must be at most num_experts = 4"),
-        ("glm4_moe", {"partial_rotary_factor": 0.7, "rope_parameters": None}, "partial_rotary_factor = 0.7 must rotate"),
+        (
+            "glm4_moe",
+            {"partial_rotary_factor": 0.7, "rope_parameters": None},
+            "partial_rotary_factor = 0.7 must rotate",
+        ),
         ("olmo2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported; it must be 1.0"),
     ],
 )
