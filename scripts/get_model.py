@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
 from scripts.download_tokenizer import hub_reason, is_of_hub
-from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.errors import ConfigError
 from trainer.hugging_face.files import check_output, unfinished_output
 
 _NEEDED = "pip install transformers gguf"
@@ -145,8 +145,7 @@ def get(name: str, folder: str | None, token: str | None) -> Path:
     is_file = Path(name).suffix == ".gguf"
     if packaged is None and not is_file and name.count("/") != 1:
         raise ConfigError(
-            f"{name!r} is no model{did_you_mean(name, PACKAGED)}; name one of {', '.join(PACKAGED)}, a .gguf file, "
-            "or ORG/NAME of the Hugging Face hub"
+            f"{name!r} is no model; name one of {', '.join(PACKAGED)}, a .gguf file, or ORG/NAME of the hub"
         )
     if is_file and not Path(name).is_file():
         raise ConfigError(f"{name} is not there; name a GGUF file")

