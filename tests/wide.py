@@ -89,7 +89,7 @@ WIDE: dict[str, tuple[str, ...]] = {
     "tests/interpreted/test_long_cases.py::test_kernels_are_the_recurrence[wide": (),
     "tests/unit/test_chat_command.py::test_answers_are_those_of_transformers[1": (),
     "tests/unit/test_hub.py::test_a_job_reads_the_hub_once": (),
-    "tests/unit/test_hub.py::test_a_wrong_name_is_one_sentence[more3": (),
+    "tests/unit/test_hub.py::test_a_wrong_name_is_one_sentence[options3": (),
     "tests/unit/test_planner.py::test_a_deep_model_is_a_straight_line_over_shallow_ones": ("arguments0", "arguments4"),
     "tests/unit/test_planner.py::test_what_muon_sends_is_a_straight_line_where_ranks_own_alike": (),
     "tests/unit/test_planner_command.py::test_other_answers_as_json_print_json_alone": (),
