@@ -84,12 +84,14 @@ def write_folder(file: Path, output: Path) -> None:
         ConfigError: A package is missing, or transformers cannot read the file.
     """
     try:
-        import gguf  # noqa: F401  # transformers reads the file by it
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging
+        from transformers.utils.import_utils import is_gguf_available
     except ImportError as error:
         raise ConfigError(f"GGUF files need a package ({error}); install it with {_NEEDED}") from None
+    if not is_gguf_available():
+        raise ConfigError(f"GGUF files need the package gguf; install it with {_NEEDED}")
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -149,7 +151,8 @@ def get(name: str, folder: str | None, token: str | None) -> Path:
         )
     if is_file and not Path(name).is_file():
         raise ConfigError(f"{name} is not there; name a GGUF file")
-    output = Path(folder or (packaged.folder if packaged else Path(name).stem if is_file else Path(name).name))
+    own_name = packaged.folder if packaged else Path(name.removesuffix(".gguf")).name
+    output = Path(folder or own_name)
     check_output(output)
     unfinished = unfinished_output(output)
     try:
