@@ -26,9 +26,11 @@ class Instead:
 
 _HERE = "export NGPU=1 NNODES=2 MASTER_ADDR=localhost MASTER_PORT=29517"
 _NODE = r"./run_llama_train.sh\g<rest> --job.dump_folder=outputs/nodes"
+# The log of an earlier server says that it answers, so the file goes first.
 _SERVED = (
-    "port=$((20000 + RANDOM % 10000)); lct serve {} --tokens 4 --port $port > served.log & server=$!; "
-    "trap 'kill $server' EXIT; until grep -q answers served.log; do kill -0 $server; sleep 0.2; done; "
+    "rm -f served.log; port=$((20000 + RANDOM % 10000)); "
+    "lct serve {} --tokens 4 --port $port > served.log & server=$!; trap 'kill $server' EXIT; "
+    "until grep -qs answers served.log; do kill -0 $server; sleep 0.2; done; "
 )
 
 EXCEPTIONS = [
