@@ -1,18 +1,17 @@
-"""Extend a small model from 2,048 to 32,768 tokens, and check each step.
+"""Extend a real model from 8,192 to 32,768 tokens on two CPU cores, and check each step.
 
-    data        documents with needles, made up, and a tokenizer of their words      proof_data.py
-    first       `lct train`: documents of up to 128 tokens, packed into sequences of 2,048
-    short       the same with documents of up to 2,048 tokens
-    before      `lct evaluate --tasks needle` at lengths up to 32,768
-    long        `lct train`: YaRN, sequences of 32,768 tokens, each over 4 context-parallel ranks
-    one rank    the first steps of `long` again with one rank: the losses are compared
-    after       the same with the extended model; and with YaRN alone, not trained
-    export      `lct convert to-hf`; transformers and `lct generate` answer the same questions
-    facts       answers in documents of the short length that have several facts
+    model       SmolLM2-135M-Instruct, from PyPI                                     get_model.py
+    text        Python's documentation to measure, Python's modules to learn         proof_text.py
+    before      `lct evaluate` of 32,768 tokens: loss by position, needles; without YaRN, and with YaRN alone
+    equal       `lct train` in float32: steps over 4 and 2 context-parallel ranks, and on one rank
+    long        `lct train` in bfloat16: steps of 16,384 tokens, each over 4 ranks; the first step again on one rank
+    after       `lct evaluate` of the extended model
+    export      `lct convert to-hf`; transformers and `lct generate` continue the same text
 
 python scripts/proof.py --output outputs/proof --json docs/measurements/proof.json --picture docs/images/proof.svg
 
-The script runs ranks on CPUs, without network. Parts that an earlier run has finished are not repeated.
+The script needs the network for the model alone, and `--model FOLDER` names a model that is there. Parts that an
+earlier run has finished are not repeated.
 """
 
 import argparse
@@ -21,39 +20,80 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
-from scripts.proof_data import document, write_documents, write_tokenizer
-from scripts.proof_model import FAMILY, FULL, TINY, Size, config_of, parameters
+from scripts import get_model
+from scripts.proof_text import write_text, write_tiny_model
 from scripts.provenance import made_with
-from trainer.data.evaluation import needle_prompts
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-DEPTHS = (0, 25, 50, 75, 100)
-FACTS = (1, 2, 4, 8, 12)
-ANSWER_TOKENS = 4
-_SEED = 1  # of the prompts
+DEPTHS = (10, 50, 90)
+MOST_DIFFERENCE = 1e-5
+"""The largest relative difference of losses in float32 that counts as equal."""
+MOST_LONG_DIFFERENCE = 1e-3
+"""The same in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of the work."""
+
+    positions: int = 8192
+    """The longest sequence that the model was made for."""
+    factor: int = 4
+    """The factor of YaRN."""
+    documents: int = 2
+    """Number of documents that are measured."""
+    buckets: list[int] = field(
+        default_factory=lambda: [1024, 4096, 8192, 10240, 12288, 16384, 20480, 24576, 28672, 32768]
+    )
+    """Positions where groups of measured positions end."""
+    needle_lengths: list[int] = field(default_factory=lambda: [4096, 8192, 16384])
+    equal_len: int = 4096
+    """Tokens of a sequence of `equal`."""
+    equal_steps: int = 2
+    long_len: int = 16384
+    """Tokens of a sequence of `long`."""
+    long_steps: int = 4
+    rate: float = 1e-4
+    tokens: int = 32
+    """Number of tokens that lct and transformers write."""
+
+
+FULL = Size()
+TINY = Size(
+    positions=128,
+    documents=1,
+    buckets=[64, 128, 512],
+    needle_lengths=[256],
+    equal_len=128,
+    long_len=256,
+    long_steps=2,
+    tokens=4,
+)
 
 
 class Proof:
     """The parts of the proof. Each part writes its numbers to a file of the folder.
 
     Args:
-        size: The sizes of the model and of the work.
+        size: The sizes of the work.
         folder: The folder of all files.
+        model: The folder of the model.
         say: Prints a line.
     """
 
-    def __init__(self, size: Size, folder: Path, say: Callable[[str], None]) -> None:
+    def __init__(self, size: Size, folder: Path, model: Path, say: Callable[[str], None]) -> None:
         self.size = size
         self.folder = folder
+        self.model = model
         self.say = say
         self.took: dict[str, dict[str, float]] = {}
 
@@ -71,11 +111,11 @@ class Proof:
             cpu = _cpu_seconds()
             result = work()
             took = {"seconds": round(time.perf_counter() - started, 1), "cpu_seconds": round(_cpu_seconds() - cpu, 1)}
-            file.write_text(json.dumps({"took": took, "found": result}))
+            file.write_text(json.dumps({"took": took, "result": result}))
         done = json.loads(file.read_text())
         self.took[name] = done["took"]
         self.say(f"{name}: {done['took']['seconds']} s, {done['took']['cpu_seconds']} s of CPUs")
-        return done["found"]
+        return done["result"]
 
     def run(self, *arguments: object) -> str:
         """Run a command of the program. Its output also goes to `log` in the folder.
@@ -100,167 +140,110 @@ class Proof:
             raise SystemExit(f"lct {arguments[0]} failed with {done.returncode}; see {self.folder / 'log'}")
         return done.stdout
 
-    def data(self) -> dict[str, int]:
-        """Write tokenizer, configuration of the model, and documents.
+    def text(self) -> dict[str, int]:
+        """Write the text.
 
         Returns:
-            The size of the vocabulary.
+            The numbers of characters that are measured and learned.
         """
         size = self.size
-        model = self.folder / "model"
-        write_tokenizer(model)
-        vocab_size = open_tokenizer(str(model)).vocab_size
-        shape = config_of(size, vocab_size)
-        (model / "config.json").write_text(json.dumps(shape, indent=2))
-        longest = size.seq_len * size.factor
-        for name, shortest, most, tokens in (
-            ("first", size.seq_len // 64, size.seq_len // 16, size.seq_len * (size.first_steps + 10)),
-            ("short", size.seq_len // 32, size.seq_len, size.seq_len * (size.short_steps + 10)),
-            ("long", longest // 8, longest, longest * (size.long_steps + 2)),
-        ):
-            write_documents(self.folder / f"{name}.jsonl", name, shortest, most, tokens)
-        return {"vocab_size": vocab_size}
-
-    def settings(self, name: str, **changes: object) -> list[str]:
-        """Return the settings of a run in a folder of its own, as options of the command line.
-
-        Args:
-            name: The name of the run.
-            **changes: Keys with other values.
-        """
-        entries = {
-            "job.dump_folder": self.folder / name,
-            "job.device": "cpu",
-            "metrics.log_freq": 1,
-            "model.name": FAMILY,
-            "model.flavor": f"{self.folder.absolute()}/model",
-            "model.tokenizer_path": self.folder / "model",
-            "training.dataset": "chat",
-            "training.data_streams": 1,
-            "training.local_batch_size": 1,
-            "training.global_batch_size": 1,
-            "optimizer.name": "Muon",
-            "lr_scheduler.decay_ratio": 0.2,
-            **changes,
-        }
-        flags = ["--metrics.no-enable_tensorboard", "--checkpoint.enable"]
-        return [*flags, *(f"--{key}={value}" for key, value in entries.items())]
-
-    def short(self, name: str, steps: int, rate: float, before: str = "") -> list[float]:
-        """Train on short sequences of packed documents, `name`.jsonl.
-
-        Args:
-            name: The name of the run.
-            steps: Number of steps.
-            rate: The learning rate.
-            before: The run whose weights it starts from; empty for random weights.
-
-        Returns:
-            The losses.
-        """
-        size = self.size
-        run = {
-            "training.dataset_path": self.folder / f"{name}.jsonl",
-            "training.seq_len": size.seq_len,
-            "training.steps": steps,
-            "optimizer.lr": rate,
-            "lr_scheduler.warmup_steps": 30,
-        }
-        if before:
-            run["checkpoint.initial_load_path"] = self.last(before)
-        self.run("train", "--ngpu", 1, *self.settings(name, **run))
-        return self.losses(name)
-
-    def last(self, name: str) -> Path:
-        """Return the last checkpoint of a run.
-
-        Args:
-            name: The name of the run.
-        """
-        steps = (self.folder / name / "checkpoint").glob("step-*")
-        return max(steps, key=lambda step: int(step.name.removeprefix("step-")))
-
-    def long(self, ranks: int, steps: int) -> list[float]:
-        """Continue with YaRN on long sequences.
-
-        Args:
-            ranks: Number of context-parallel ranks for each sequence.
-            steps: Number of steps.
-
-        Returns:
-            The losses.
-        """
-        size = self.size
-        run = {
-            "training.dataset_path": self.folder / "long.jsonl",
-            "training.seq_len": size.seq_len * size.factor,
-            "training.steps": steps,
-            "lr_scheduler.total_steps": size.long_steps,
-            "optimizer.lr": size.long_rate,
-            "lr_scheduler.warmup_steps": 1,
-            "parallelism.context_parallel_degree": ranks,
-            **self.scaled(),
-            "checkpoint.initial_load_path": self.last("short"),
-        }
-        self.run("train", "--ngpu", ranks, *self.settings(f"long-{ranks}", **run))
-        return self.losses(f"long-{ranks}")
+        return write_text(self.folder, size.documents, size.buckets[-1], size.long_len)
 
     def scaled(self) -> dict[str, object]:
         """Return the settings of YaRN."""
-        size = self.size
-        scaling = {"model.rope_scaling": size.factor, "model.rope_scaling_type": "yarn"}
-        return scaling | {"model.rope_original_seq_len": size.seq_len}
+        scaling = {"model.rope_scaling": self.size.factor, "model.rope_scaling_type": "yarn"}
+        return scaling | {"model.rope_original_seq_len": self.size.positions}
 
-    def losses(self, name: str) -> list[float]:
-        """Return the losses of a run.
-
-        Args:
-            name: The name of the run.
-        """
-        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
-
-    def needles(self, name: str, run: str, **changes: object) -> list[dict[str, float]]:
-        """Return the share of right answers of a run's model, by length and depth.
+    def measured(self, name: str, model: Path, **settings: object) -> dict[str, list[dict[str, float]]]:
+        """Return the loss by position and the answers to needle prompts, over two context-parallel ranks.
 
         Args:
             name: The name of the evaluation.
-            run: The name of the run.
-            **changes: Settings of the evaluation.
+            model: The folder of a model or of a run.
+            **settings: Keys of the configuration.
         """
+        size = self.size
         output = self.folder / name
-        options = ["--tasks", "needle", "--lengths", *self.size.lengths, "--depths", *DEPTHS, "--seed", _SEED]
-        options += ["--samples", self.size.samples, "--output", output, "--ngpu", 1]
-        one_rank = {"parallelism.context_parallel_degree": 1} | changes
-        self.run("evaluate", self.folder / run, *options, *(f"--{key}={value}" for key, value in one_rank.items()))
-        return json.loads((output / "evaluation.json").read_text())["needle"]
+        options = ["--ngpu", 2, "--sequences", size.documents, "--seq-len", size.buckets[-1]]
+        options += ["--dataset", "text", "--dataset-path", self.folder / "measured" / "*.txt"]
+        options += ["--buckets", *size.buckets, "--lengths", *size.needle_lengths, "--depths", *DEPTHS]
+        options += ["--samples", 1, "--output", output]
+        keys = {"parallelism.context_parallel_degree": 2, "training.mixed_precision_param": "bfloat16"} | settings
+        self.run("evaluate", model, *options, *_flags(keys))
+        return json.loads((output / "evaluation.json").read_text())
 
-    def export(self) -> dict[str, Any]:
-        """Export the model for transformers, and compare greedy answers to questions in prompts of growing length.
+    def trained(self, name: str, ranks: int, seq_len: int, steps: int, precision: str) -> list[float]:
+        """Train with YaRN, each sequence over context-parallel ranks.
+
+        Args:
+            name: The name of the run, a folder.
+            ranks: Number of ranks.
+            seq_len: Number of tokens of a sequence.
+            steps: Number of steps.
+            precision: The type in which the model computes.
 
         Returns:
-            The answers: length, right answer, answer of `lct generate`, answer of transformers.
+            The loss of each step.
+        """
+        keys = {
+            "job.device": "cpu",
+            "job.dump_folder": self.folder / name,
+            "model.path": self.model.absolute(),
+            "training.dataset": "text",
+            "training.dataset_path": self.folder / "learned" / "*.txt",
+            "training.data_streams": 1,
+            "training.seq_len": seq_len,
+            "training.global_batch_size": 1,
+            "training.steps": steps,
+            "training.mixed_precision_param": precision,
+            "parallelism.context_parallel_degree": ranks,
+            "optimizer.lr": self.size.rate,
+            "lr_scheduler.warmup_steps": 1,
+            "lr_scheduler.total_steps": self.size.long_steps,
+            "activation_checkpoint.mode": "selective",
+            **self.scaled(),
+        }
+        self.run("train", "finetune", "--ngpu", ranks, "--checkpoint.enable", *_flags(keys))
+        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["loss"] for line in lines]
+
+    def equal(self, ranks: int) -> list[float]:
+        """Return the losses of the steps in float32.
+
+        Args:
+            ranks: Number of context-parallel ranks.
+        """
+        return self.trained(f"equal-{ranks}", ranks, self.size.equal_len, self.size.equal_steps, "float32")
+
+    def long(self, ranks: int, steps: int) -> list[float]:
+        """Return the losses of the long steps.
+
+        Args:
+            ranks: Number of context-parallel ranks.
+            steps: Number of steps.
+        """
+        return self.trained(f"long-{ranks}", ranks, self.size.long_len, steps, "bfloat16")
+
+    def export(self) -> dict[str, str]:
+        """Export the extended model, and let `lct generate` and transformers continue a text beyond its old length.
+
+        Returns:
+            Both texts.
         """
         exported = self.folder / "exported"
-        self.run("convert", "to-hf", self.folder / f"long-{self.size.context_parallel}", exported)
+        self.run("convert", "to-hf", self.folder / "long-4", exported)
         tokenizer = open_tokenizer(str(exported))
-        lengths = [self.size.lengths[i % len(self.size.lengths)] for i in range(self.size.asked)]
-        asked = [needle_prompts(tokenizer, n, [50], 1, 100 + i)[0] for i, n in enumerate(lengths)]
-        prompts = []
-        right = []
-        for prompt in asked:
-            ids = prompt.sequence.tokens
-            labels = prompt.sequence.labels
-            start = len(ids) - prompt.answer_tokens + 1  # the first token of the answer
-            prompts.append(tokenizer.decode(ids[:start].tolist()))
-            right.append(tokenizer.decode(labels[-prompt.answer_tokens :].tolist()))
-        (self.folder / "prompts").write_text("\n".join(prompts) + "\n")
-        options = ["--prompts", self.folder / "prompts", "--temperature", 0, "--tokens", ANSWER_TOKENS]
-        written = self.run("generate", exported, *options).rstrip("\n").split("\n\n")
-        ours = [text.removeprefix(prompt) for text, prompt in zip(written, prompts, strict=True)]
-        theirs = _transformers_answers(exported, prompts)
-        answers = zip(lengths, right, ours, theirs, strict=True)
-        return {"answers": [dict(zip(("length", "right", "lct", "transformers"), row, strict=True)) for row in answers]}
+        document = next((self.folder / "measured").glob("*.txt")).read_text(encoding="utf-8")
+        one_line = " ".join(document.split())  # a file of prompts has a prompt a line
+        prompt = tokenizer.decode(tokenizer.encode(one_line)[: self.size.positions * 5 // 4])
+        (self.folder / "prompt").write_text(prompt + "\n", encoding="utf-8")
+        options = ["--prompts", self.folder / "prompt", "--temperature", 0, "--tokens", self.size.tokens]
+        ours = self.run("generate", exported, *options).removeprefix(prompt)
+        return {"lct": ours.strip(), "transformers": _transformers_text(exported, prompt, self.size.tokens).strip()}
+
+
+def _flags(keys: dict[str, object]) -> list[str]:
+    return [f"--{key}={value}" for key, value in keys.items()]
 
 
 def _cpu_seconds() -> float:
@@ -268,91 +251,60 @@ def _cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def _transformers_answers(folder: Path, prompts: list[str]) -> list[str]:
+def _transformers_text(folder: Path, prompt: str, tokens: int) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    texts = []
-    for prompt in prompts:
-        ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_TOKENS, do_sample=False)
-        texts.append(tokenizer.decode(out[0, ids.shape[1] :]))
-    return texts
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def _answers_by_facts(folder: Path, tokens: int, documents: int) -> list[dict[str, float]]:
-    """Return for each number of facts how many answers are right, and how many belong to another fact."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def largest_difference(losses: Iterable[float], reference: Iterable[float]) -> float:
+    """Return the largest relative difference of the steps that both runs have.
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    rows = []
-    for facts in FACTS:
-        random = Random(f"facts {facts}")
-        right = 0
-        others = 0
-        asked = 0
-        for _ in range(documents):
-            ids = []
-            places = []
-            for message in document(random, tokens, facts):
-                part = tokenizer(message["content"], add_special_tokens=False).input_ids
-                places += [(len(ids), len(ids) + len(part))] * (message["role"] == "assistant")
-                ids += part
-            with torch.no_grad():
-                predicted = model(torch.tensor([ids])).logits[0].argmax(-1).tolist()
-            numbers = {tuple(ids[begin:end]) for begin, end in places}
-            answers = [(tuple(predicted[begin - 1 : end - 1]), tuple(ids[begin:end])) for begin, end in places]
-            right += sum(answer == wanted for answer, wanted in answers)
-            others += sum(answer != wanted and answer in numbers for answer, wanted in answers)
-            asked += len(answers)
-        rows.append({"facts": facts, "asked": asked, "right": right, "of_another_fact": others})
-    return rows
+    Args:
+        losses: The losses of a run.
+        reference: The losses of another run.
+    """
+    return max(abs(loss - other) / other for loss, other in zip(losses, reference, strict=False))
 
 
-def prove(size: Size, folder: Path, say: Callable[[str], None]) -> dict[str, Any]:
+def prove(size: Size, folder: Path, model: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Do all parts.
 
     Args:
-        size: The sizes of the model and of the work.
+        size: The sizes of the work.
         folder: The folder of all files.
+        model: The folder of the model.
         say: Prints a line.
 
     Returns:
         The numbers of all parts.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    proof = Proof(size, folder, say)
-    cp = size.context_parallel
-    vocab_size = proof.part("data", proof.data)["vocab_size"]
-    first = proof.part("first losses", partial(proof.short, "first", size.first_steps, size.first_rate))
-    short = proof.part("short losses", partial(proof.short, "short", size.short_steps, size.short_rate, "first"))
-    long = proof.part(f"losses of {cp} ranks", partial(proof.long, cp, size.long_steps))
-    one = proof.part("losses of one rank", partial(proof.long, 1, size.one_rank_steps))
-    before = proof.part("before", partial(proof.needles, "needles-before", "short"))
-    after = proof.part("after", partial(proof.needles, "needles-after", f"long-{cp}"))
-    exported = proof.part("export", proof.export)
-    untrained = proof.part("untrained", partial(proof.needles, "needles-untrained", "short", **proof.scaled()))
-    several = partial(_answers_by_facts, folder / "exported", size.seq_len * 7 // 8, size.samples * 3)
-    facts = proof.part("facts", several)
-    apart = [abs(a - b) / b for a, b in zip(long, one, strict=False)]
+    proof = Proof(size, folder, model, say)
+    text = proof.part("text", proof.text)
+    before = proof.part("before", partial(proof.measured, "measured-before", model))
+    yarn = proof.part("yarn", partial(proof.measured, "measured-yarn", model, **proof.scaled()))
+    equal = {ranks: proof.part(f"equal, ranks {ranks}", partial(proof.equal, ranks)) for ranks in (4, 2, 1)}
+    long = proof.part("long, ranks 4", partial(proof.long, 4, size.long_steps))
+    one = proof.part("long, ranks 1", partial(proof.long, 1, 1))
+    after = proof.part("after", partial(proof.measured, "measured-after", folder / "long-4"))
+    texts = proof.part("export", proof.export)
     return {
-        "parameters": parameters(folder / "model"),
-        "vocab_size": vocab_size,
         "size": vars(size),
-        "first_losses": first,
-        "short_losses": short,
+        "characters": text,
+        "before": before,
+        "yarn": yarn,
+        "after": after,
+        "equal_losses": {str(ranks): losses for ranks, losses in equal.items()},
+        "equal_difference": max(largest_difference(equal[ranks], equal[1]) for ranks in (4, 2)),
         "long_losses": long,
         "one_rank_losses": one,
-        "largest_relative_difference": max(apart),
-        "before": before,
-        "yarn_untrained": untrained,
-        "after": after,
-        "facts": facts,
-        **exported,
+        "long_difference": largest_difference(long, one),
+        "texts": texts,
         "took": proof.took,
     }
 
@@ -364,28 +316,33 @@ def main(argv: list[str] | None = None) -> int:
         argv: The words of the command line; None for the words of this process.
 
     Returns:
-        The exit code: 0 if losses and answers are the same.
+        The exit code: 0 if losses and texts are the same.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=Path("outputs/proof"), help="folder of the runs")
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct (default: get it from PyPI)")
     parser.add_argument("--json", type=Path, help="file of the numbers (default: proof.json in the folder)")
     parser.add_argument("--picture", type=Path, help="picture (default: proof.svg in the folder)")
     parser.add_argument("--tiny", action="store_true", help="everything on a tiny model, which learns nothing")
     args = parser.parse_args(argv)
     head = made_with("scripts/proof.py", argv, device="cpu") | {"cores": os.cpu_count()}
-    numbers = prove(TINY if args.tiny else FULL, args.output, partial(print, flush=True))
-    result = head | numbers
+    args.output.mkdir(parents=True, exist_ok=True)
+    size = TINY if args.tiny else FULL
+    model = args.model or args.output / "model"
+    if not model.exists():
+        write_tiny_model(model, size.positions) if args.tiny else get_model.get("smollm2", str(model), None)
+    result = head | prove(size, args.output, model, partial(print, flush=True))
     (args.json or args.output / "proof.json").write_text(json.dumps(result, indent=2) + "\n")
     from scripts.proof_picture import draw
 
     draw(result, args.picture or args.output / "proof.svg")
-    same = all(row["lct"] == row["transformers"] for row in result["answers"])
-    print(
-        f"losses of {result['size']['context_parallel']} ranks and of one: {numbers['largest_relative_difference']:.1e}"
-    )
-    print(f"answers of lct and transformers: {'the same' if same else 'different'}")
-    return 0 if same and numbers["largest_relative_difference"] <= 1e-5 else 1
+    same_text = result["texts"]["lct"] == result["texts"]["transformers"]
+    print(f"losses of 4, 2 and 1 ranks in float32: {result['equal_difference']:.1e} apart")
+    print(f"losses of 4 ranks and of one in bfloat16: {result['long_difference']:.1e} apart")
+    print(f"text of lct and of transformers: {'the same' if same_text else 'different'}")
+    same_losses = result["equal_difference"] <= MOST_DIFFERENCE and result["long_difference"] <= MOST_LONG_DIFFERENCE
+    return 0 if same_text and same_losses else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The picture of `proof.py`: losses on four ranks and on one, and needles by depth and length, before and after."""
+"""The picture of `proof.py`: perplexity by position and needles before, with YaRN and after; losses of the steps."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +8,12 @@ import matplotlib
 from matplotlib.figure import Figure
 
 _SETTINGS = {"svg.hashsalt": "proof", "font.family": "DejaVu Sans", "font.size": 9, "axes.linewidth": 0.6}
+MODELS = {
+    "before": ("as published", "#999999"),
+    "yarn": ("with YaRN", "#d55e00"),
+    "after": ("with YaRN, trained", "#0072b2"),
+}
+"""The measured models, with label and colour."""
 
 
 def draw(result: Mapping[str, Any], output: Path) -> None:
@@ -29,32 +35,41 @@ def picture(result: Mapping[str, Any]) -> Figure:
         result: The numbers of `proof.py`.
     """
     figure = Figure(figsize=(9.7, 3.2), layout="constrained")
-    curve, *maps = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
-    size = result["size"]
-    long = result["long_losses"]
-    one = result["one_rank_losses"]
-    curve.plot(range(1, len(long) + 1), long, color="#0072b2", label=f"{size['context_parallel']} ranks a sequence")
-    curve.plot(range(1, len(one) + 1), one, "o", mfc="none", color="#d55e00", label="one rank")
-    curve.set(xlabel="step", ylabel="loss", title=f"{size['seq_len'] * size['factor']:,} tokens, with YaRN")
-    curve.legend(frameon=False)
-    names = (("before", "right answers before"), ("after", "right answers after"))
-    for axes, (name, title) in zip(maps, names, strict=True):
-        _heat_map(axes, result[name], title)
-    maps[0].set_ylabel("depth of the needle")
+    perplexity, needles, losses = figure.subplots(1, 3, width_ratios=(1.4, 1, 0.8))
+    _draw_perplexity(perplexity, result)
+    _draw_needles(needles, result)
+    _draw_losses(losses, result)
     return figure
 
 
-def _heat_map(axes: Any, cells: list[dict[str, float]], title: str) -> None:
-    lengths = sorted({cell["length"] for cell in cells})
-    depths = sorted({cell["depth"] for cell in cells})
-    share = {(cell["depth"], cell["length"]): cell["accuracy"] for cell in cells}
-    axes.imshow([[share[d, n] for n in lengths] for d in depths], vmin=0, vmax=1, cmap="Greens", aspect="auto")
-    for row, depth in enumerate(depths):
-        for column, length in enumerate(lengths):
-            value = share[depth, length]
-            color = "white" if value > 0.6 else "black"
-            axes.text(column, row, f"{value:.0%}", ha="center", va="center", color=color, fontsize=8)
+def _draw_perplexity(axes: Any, result: Mapping[str, Any]) -> None:
+    for name, (label, color) in MODELS.items():
+        rows = result[name]["positions"]
+        ends = [row["last"] / 1024 for row in rows]
+        axes.plot(ends, [row["perplexity"] for row in rows], "o-", markersize=3, color=color, label=label)
+    axes.axvline(result["size"]["positions"] / 1024, color="black", linewidth=0.6, linestyle=":")
+    axes.set(yscale="log", xlabel="position, thousands of tokens", title="perplexity by position")
+    axes.legend(frameon=False)
+
+
+def _draw_needles(axes: Any, result: Mapping[str, Any]) -> None:
+    lengths = result["size"]["needle_lengths"]
+    width = 0.8 / len(MODELS)
+    for i, (name, (_, color)) in enumerate(MODELS.items()):
+        cells = result[name]["needle"]
+        for place, length in enumerate(lengths):
+            shares = [cell["accuracy"] for cell in cells if cell["length"] == length]
+            share = sum(shares) / len(shares)
+            axes.bar(place + (i - 1) * width, share, width, color=color)
     names = [f"{length // 1024}k" if length >= 1024 else str(length) for length in lengths]
     axes.set_xticks(range(len(lengths)), names)
-    axes.set_yticks(range(len(depths)), [f"{depth:g}%" for depth in depths])
-    axes.set(xlabel="tokens of the prompt", title=title)
+    axes.set(ylim=(0, 1.05), xlabel="tokens of the prompt", title="needles found")
+
+
+def _draw_losses(axes: Any, result: Mapping[str, Any]) -> None:
+    for (ranks, losses), marker in zip(result["equal_losses"].items(), "sxo", strict=True):
+        label = f"{ranks} ranks" if ranks != "1" else "one rank"
+        axes.plot(range(1, len(losses) + 1), losses, marker, mfc="none", label=label)
+    axes.set_xticks(range(1, len(losses) + 1))
+    axes.set(xlabel="step", title="loss in float32")
+    axes.legend(frameon=False)
