@@ -53,6 +53,22 @@ class Scores:
     padding: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class AttentionHooks:
+    """What a process adds to each call of attention in a context.
+
+    Attributes:
+        scores: Takes the scores; None if absent.
+        gpu: The GPU kernels of this process.
+    """
+
+    scores: Scores | None = None
+    gpu: GpuKernels = GPU_KERNELS
+
+
+NO_HOOKS = AttentionHooks()
+
+
 @dataclass(eq=False)
 class LivePlan:
     """The plan of an open context: its layout and mask, and how often operators ran in it.
@@ -65,11 +81,10 @@ class LivePlan:
         kv_layout: The layout of the keys; None means `layout`.
         groups: The group that sends K/V in stages, and the group that exchanges heads; None means the mesh's group.
         chunk: The number of a chunk of the sequence, and the rows that wait between chunks. The mesh has one rank.
-        scores: Takes the scores of attention; None if absent.
+        hooks: What this process adds to each call of attention.
         calls: Number of calls of attention and of scans.
         other_calls: Number of calls of convolutions.
         latest: The execution of the last call.
-        gpu: The GPU kernels of this process.
     """
 
     mesh: DeviceMesh
@@ -79,11 +94,10 @@ class LivePlan:
     kv_layout: AxisLayout | None = None
     groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
     chunk: tuple[int, ChunkRows] | None = None
-    scores: Scores | None = None
+    hooks: AttentionHooks = NO_HOOKS
     calls: int = 0
     other_calls: int = 0
     latest: Execution | None = None
-    gpu: GpuKernels = GPU_KERNELS
     _executions: dict[tuple, Execution] = field(default_factory=dict)
     _padded: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
@@ -93,24 +107,25 @@ class LivePlan:
         return self.mesh.get_local_rank() if self.chunk is None else self.chunk[0]
 
     def show_scores(self, layer: int, lse: torch.Tensor, sequences: Sequence[int]) -> None:
-        """Pass the log-sum-exp of one call to the function of `scores`, if there is one.
+        """Pass the log-sum-exp of one call to the function of the hooks, if there is one.
 
         Args:
             layer: The layer; -1 if none is named.
             lse: (B, H, S), of this rank's rows.
             sequences: The numbers of the sequences in the batch.
         """
-        if self.scores is None:
+        scores = self.hooks.scores
+        if scores is None:
             return
-        if self.scores.padding is not None:
+        if scores.padding is not None:
             padded = self._padded_rows(tuple(sequences), lse.device)
             lse = lse.masked_fill(padded[:, None], -torch.inf)
-        self.scores.take(layer, lse)
+        scores.take(layer, lse)
 
     def _padded_rows(self, sequences: tuple[int, ...], device: torch.device) -> torch.Tensor:
         """Return which of this rank's rows are padding, (B, S) bool; computed once for all layers."""
         if sequences not in self._padded:
-            padding = self.scores.padding
+            padding = self.hooks.scores.padding
             rows = rows_on(self.layout, self.rank, padding.device)
             self._padded[sequences] = padding[list(sequences)][:, rows].to(device)
         return self._padded[sequences]
@@ -176,7 +191,7 @@ class LivePlan:
             groups,
             self.options,
             self.chunk and self.chunk[1],
-            self.gpu,
+            self.hooks.gpu,
             KernelNeeds(
                 bands=mask.has_windows,
                 fixed=self.mask is None and not settings.window,

@@ -18,8 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.execution.chunks import ChunkRows, KeptTensor
-from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels
-from longshard.context.live import LivePlan, Scores, any_plan_open, flat_mesh, opened
+from longshard.context.live import (
+    NO_HOOKS,
+    AttentionHooks,
+    LivePlan,
+    any_plan_open,
+    flat_mesh,
+    opened,
+)
 from longshard.context.local_attention import RefusedLocalAttention
 from longshard.context.planning.mask import Mask
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions
@@ -88,8 +94,7 @@ def region(
     kv_layout: AxisLayout | None = None,
     sequences: int | None = None,
     local_attention: bool = False,
-    scores: Scores | None = None,
-    gpu: GpuKernels = GPU_KERNELS,
+    hooks: AttentionHooks = NO_HOOKS,
 ) -> Iterator[Region]:
     """Yield a region over the ranks of a mesh, open around forward AND backward; several may be open at once.
 
@@ -101,8 +106,7 @@ def region(
         kv_layout: The layout of the keys, for cross attention to another sharded sequence; None means `layout`.
         sequences: Number of sequences of the batch; None means the number of sequences of the mask.
         local_attention: Allow attention calls that do not use the plan, and a region without attention.
-        scores: Takes the scores of attention inside; None if absent.
-        gpu: The GPU kernels of this process.
+        hooks: What this process adds to each call of attention inside.
 
     Raises:
         ContextParallelError: Layout or mask do not fit, attention was called without the plan, or none ran over it.
@@ -125,7 +129,7 @@ def region(
             f"{sequences or 'any number of'} sequences of {q_len} queries and {kv_len} keys. Make it for them, or "
             "one for all sequences"
         )
-    live = LivePlan(mesh, layout, mask, options, kv_layout, groups, scores=scores, gpu=gpu)
+    live = LivePlan(mesh, layout, mask, options, kv_layout, groups, hooks=hooks)
     watched = nullcontext() if local_attention else RefusedLocalAttention(mesh.size())
     with opened(live, sequences, local_attention=local_attention) as handle, watched:
         yield Region(handle, layout, mesh.get_group(), live)
@@ -146,8 +150,7 @@ def context_parallel(
     check_consistency: bool = False,
     intercept: Intercept | None = None,
     local_attention: bool = False,
-    scores: Scores | None = None,
-    gpu: GpuKernels = GPU_KERNELS,
+    hooks: AttentionHooks = NO_HOOKS,
 ) -> Iterator[Region]:
     """Yield the context in which `buffers` are cut over the ranks, in place, for forward AND backward; restore them.
 
@@ -164,8 +167,7 @@ def context_parallel(
         check_consistency: Compare plan and buffers of all ranks first, by a hash.
         intercept: Returns a context to enter, such as `longshard.intercept_sdpa(model)`; None if absent.
         local_attention: As for `region`.
-        scores: Takes the scores of attention inside; None if absent.
-        gpu: The GPU kernels of this process.
+        hooks: What this process adds to each call of attention inside.
 
     Raises:
         ContextParallelError: Inputs do not fit, ranks differ, a context is open, or attention did not use the plan.
@@ -175,7 +177,7 @@ def context_parallel(
         buffers, buffer_seq_dims, load_balancer, options, mask, mesh, check_consistency
     )
     unwatched = local_attention or intercept is not None  # an interception watches on its own
-    how = {"sequences": sequences, "local_attention": unwatched, "scores": scores, "gpu": gpu}
+    how = {"sequences": sequences, "local_attention": unwatched, "hooks": hooks}
     with (
         region(mesh, layout, mask, options, **how) as cp,
         _cut(cuts, layout, rank, no_restore_buffers or ()),
@@ -236,8 +238,7 @@ def sequence_chunks(
     *,
     sequences: int,
     keep: Callable[[torch.Tensor], KeptTensor],
-    scores: Scores | None = None,
-    gpu: GpuKernels = GPU_KERNELS,
+    hooks: AttentionHooks = NO_HOOKS,
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield the handle of each chunk, (sequences,) int64, for the forward AND the backward.
 
@@ -250,13 +251,12 @@ def sequence_chunks(
         options: How attention is spread.
         sequences: Number of sequences of the batch.
         keep: Makes keys and values, of any shape, wait.
-        scores: Takes the scores of attention; None if absent.
-        gpu: The GPU kernels of this process.
+        hooks: What this process adds to each call of attention.
     """
     rows = ChunkRows(keep)
     with ExitStack() as stack:
         plans = (
-            LivePlan(mesh, layout, mask, options, chunk=(number, rows), scores=scores, gpu=gpu)
+            LivePlan(mesh, layout, mask, options, chunk=(number, rows), hooks=hooks)
             for number in range(layout.degree)
         )
         yield tuple(stack.enter_context(opened(plan, sequences)) for plan in plans)

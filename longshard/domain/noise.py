@@ -51,17 +51,17 @@ def _dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
 
 @rule("rand_like", "randn_like", "randint_like", draws=True)
 def _random_like(
-    function, x, *bounds: int, dtype=None, low=0, high=None, generator=None, **_: Any
+    function, x, *bounds: int, dtype=None, generator=None, **named: Any
 ) -> DomainTensor:
     """Return random numbers of the shape and domain of x.
 
-    function: `rand_like`, `randn_like` or `randint_like`; bounds: high, or low and high, of `randint_like`, which may
-        also
-    come by name. A generator is refused. All other arguments, except dtype, describe the memory of the result, and are
-    not needed.
+    function: `rand_like`, `randn_like` or `randint_like`. bounds: high, or low and high, of `randint_like`, which may
+    also come by name. A generator is refused. Other named arguments describe the memory of the result, and are not
+    needed.
     """
     _check(function, x, generator)
-    bounds = bounds or (() if high is None else (low, high))
+    if "high" in named:
+        bounds = (*(bounds or [named.get("low", 0)]), named["high"])
     dtype = dtype or x.dtype
     exact = wide_type(dtype) if dtype.is_floating_point else torch.float64
     if function.__name__ == "randn_like":

@@ -194,10 +194,8 @@ def _transformers_mask(
     mask_function: Callable[..., torch.Tensor],
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
     device: torch.device | str = "cpu",
-    **_: Any,
+    **others: Any,
 ) -> torch.Tensor | None:
     """Return None if the mask is causal or full, and a note for `_transformers_attention` if it hides distant tokens.
 
@@ -206,7 +204,10 @@ def _transformers_mask(
     Some models have their window in the mask only (Qwen2-MoE, Phimoe); the mask here has the length of a rank's part.
     Any other mask is returned as a dense mask, which attention refuses.
     """
-    is_simple = (allow_is_causal_skip or allow_is_bidirectional_skip) and q_length == kv_length
+    may_skip = others.get("allow_is_causal_skip", True) or others.get(
+        "allow_is_bidirectional_skip", False
+    )
+    is_simple = may_skip and q_length == kv_length
     if not is_simple or not (attention_mask is None or bool(attention_mask.all())):
         return torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     if not local_size:

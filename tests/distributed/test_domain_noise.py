@@ -177,6 +177,7 @@ def test_bounds_and_moments_may_be_given_by_keyword() -> None:
     torch.manual_seed(0)
     x = DomainTensor(torch.zeros(50, 50), Domain({}))
     assert torch.randint_like(x, low=2, high=9).local.unique().tolist() == [2, 3, 4, 5, 6, 7, 8]
+    assert torch.randint_like(x, 2, high=9).local.unique().tolist() == [2, 3, 4, 5, 6, 7, 8]
     assert x.clone().normal_(mean=5, std=0.1).local.mean().item() == pytest.approx(5, abs=0.02)
     assert x.clone().uniform_(**{"from": 3, "to": 4}).local.min().item() >= 3
     with pytest.raises(TypeError, match="a generator, because its numbers would depend on the rank's shard"):

@@ -24,7 +24,7 @@ from lct_planner.traced_trainer import kernels_of, patches
 from lct_planner.tracing import trace
 from longshard.context import attention
 from longshard.context.attention_inputs import AttentionSettings
-from longshard.context.live import LivePlan, flat_mesh, opened
+from longshard.context.live import AttentionHooks, LivePlan, flat_mesh, opened
 from longshard.context.planning.mask import documents_of
 from longshard.context.planning.options import ContextParallelOptions
 from tests.fake_cuda import table
@@ -52,7 +52,7 @@ def count_call(row: table.Call) -> dict[str, Any]:
         mask = _documents(length) if row.mask == "documents" else None
         layout = options.layout(length, row.ranks, mask)
         rows, window = layout.local_length(row.rank), _WINDOW if row.mask == "window" else 0
-        live = LivePlan(mesh, layout, mask, options, groups=groups, gpu=kernels_of(gpu))
+        live = LivePlan(mesh, layout, mask, options, groups=groups, hooks=AttentionHooks(gpu=kernels_of(gpu)))
         with opened(live, _BATCH) as handle, mode:
             q, k, v = (_rows(rows, heads, row.dtype) for heads in (_HEADS, _KV_HEADS, _KV_HEADS))
             sinks = torch.empty(_HEADS, device="cuda", requires_grad=True) if row.mask == "sinks" else None

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from longshard.context.execution.chunks import KeptTensor, OnDevice
-from longshard.context.live import ScoreFunction, Scores
+from longshard.context.live import AttentionHooks, ScoreFunction, Scores
 from longshard.context.planning.options import BatchPlan
 from longshard.context.regions import context_parallel, sequence_chunks
 from longshard.sharding.layout import contiguous
@@ -281,8 +281,7 @@ class LanguageTask:
             self.job.attention,
             sequences=rows,
             keep=self.keep_rows,
-            scores=scores,
-            gpu=self.dims.machine.gpu,
+            hooks=AttentionHooks(scores, self.dims.machine.gpu),
         ) as handles:
             chunks = own.split([stop - start for ((start, stop),) in layout.ranges])
             parts = zip(chunks, handles, strict=True)
@@ -330,8 +329,7 @@ class LanguageTask:
             check_consistency=self.config.comm.check_consistency,
             # the models of this project pass the plan to their attention, and a stage may have no attention
             local_attention=True,
-            scores=scores,
-            gpu=self.dims.machine.gpu,
+            hooks=AttentionHooks(scores, self.dims.machine.gpu),
         ) as cp:
             yield cp.attention_plan
 
