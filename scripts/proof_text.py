@@ -7,8 +7,8 @@ longest modules of the standard library are learned, so that nothing that is mea
 import json
 import sysconfig
 from pathlib import Path
-
 from pydoc_data.topics import topics
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 _NOT_LEARNED = {"pydoc_data", "test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
