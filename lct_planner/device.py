@@ -12,6 +12,9 @@ The operators of this project are opaque to a graph. Here their bodies run, and 
 strides and dtype that the operators promise to the compiler (`register_fake`).
 
 CUDA needs the library of `shim.py`, loaded before torch.
+
+State of the process: This module replaces functions of PyTorch that allocate page-locked memory or ask the device,
+until the tracing process ends.
 """
 
 from collections.abc import Callable, Iterator, Mapping

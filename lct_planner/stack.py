@@ -1,4 +1,7 @@
-"""Finds the purpose of memory, and the function that makes it, from the running functions."""
+"""Finds the purpose of memory, and the function that makes it, from the running functions.
+
+State of the process: This module keeps the kind of each function that it has met, until the tracing process ends.
+"""
 
 import re
 import sys

@@ -3,6 +3,9 @@
 An event is a kernel, a copy between host and device, or a message of a collective. The trace also has the blocks of
 device memory, each with its purpose and with the times when it was made and freed. Nothing is computed, so a step of a
 million tokens takes seconds.
+
+State of the process: This module replaces functions of PyTorch and turns Python's collector off. Nothing else runs in
+the tracing process.
 """
 
 import gc

@@ -4,6 +4,8 @@
  -> {"profiles": {"0": {...}}}   or   {"error": "one sentence", "wrong": true}
 
 It replaces functions of PyTorch for the whole process, so no other work runs in it. `Worker` starts one.
+
+State of the process: Standard output takes answers alone, until the tracing process ends.
 """
 
 import importlib

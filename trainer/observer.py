@@ -1,6 +1,8 @@
 """The interface `Observer`: code that takes part in the steps of a run, next to the loop.
 
 This module imports nothing at run time, so any folder can use it.
+
+State of the process: The observers that packages of `job.imports` registered. They are found by name; for ever.
 """
 
 from collections.abc import Callable, Mapping

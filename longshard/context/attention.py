@@ -3,6 +3,8 @@
 The operator finds its plan by a handle, an argument of the model's forward (`live.py`). It is a `torch.library`
 operator, so that `torch.compile(fullgraph=True)` works, and selective activation checkpointing can keep its output and
 log-sum-exp instead of communicating again. With `keep_exchanged` it keeps the exchanged heads.
+
+State of the process: A library of operators, which PyTorch keeps registered.
 """
 
 import math

@@ -3,6 +3,10 @@
 A handle is an int64 tensor (sequences,). Its entry for a sequence of the batch names an entry of the table and the
 sequence's number in the batch. As a tensor, a handle does not recompile a graph, and is cut with a micro-batch. With a
 sequence in chunks it also names the layer, whose keys and values are kept.
+
+State of the process: The table of open plans, as an operator finds its plan by a handle; an entry goes with its
+context. Also the marks of parallelised modules, as a context in which no marked module ran is an error; a mark goes
+with its module.
 """
 
 import itertools

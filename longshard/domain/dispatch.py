@@ -11,6 +11,8 @@ A tensor that is sharded nowhere is the same on every rank, and every function w
 Plain tensors among the arguments, such as weights, are whole on every rank. All gradients of whole tensors are partial:
 the ranks' gradients add up. So a loss that every rank computes from a whole tensor counts once for each rank. The mean
 over the ranks is the gradient of one process (gradients.py).
+
+State of the process: The rules of functions of torch, and the class registered with PyTorch's pytrees; for ever.
 """
 
 from collections.abc import Callable, Mapping

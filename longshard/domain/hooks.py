@@ -3,6 +3,8 @@
 For each call of a module with these hooks torch makes a `BackwardHook`, which looks for arguments of the class
 `torch.Tensor`. This module replaces it by a class that passes the shards to torch's own, and calls hooks with the
 gradients as domain tensors. Calls without domain tensors, and compiled code, work as before.
+
+State of the process: The class by which torch sets up backward hooks of modules takes domain tensors; for ever.
 """
 
 import warnings

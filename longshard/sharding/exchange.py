@@ -2,6 +2,8 @@
 
 Tensors on the meta device are never sent: a forward on them shows shapes only. A group of one rank has no
 communicator: its only rank copies the data instead.
+
+State of the process: The counters of calls and bytes, which are compared with plans; for ever.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""Open and load the weights of a model alone, from a saved step or from the folder that a run starts from."""
+"""Open and load the weights of a model alone, from a saved step or from the folder that a run starts from.
+
+State of the process: One filter of warnings, while weights alone are read or written.
+"""
 
 import json
 import warnings

@@ -7,6 +7,8 @@ Each line is a message. An answer is printed while it is generated, and Ctrl-C e
 gives the result of a tool that the model has called, /help lists the commands, and /exit or Ctrl-D leaves. Without a
 terminal, each line of the input is a message. When the conversation is too long for the model, its first turns are
 left out.
+
+State of the process: The handler of Ctrl-C, while an answer is written.
 """
 
 import argparse

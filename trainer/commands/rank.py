@@ -1,6 +1,8 @@
 """The program of one rank: `--job.config_file FILE [--table.key value ...]`, alone or under a launcher.
 
 SIGUSR1 prints the stack of every thread of this process on stderr. Exit codes: docs/architecture.md.
+
+State of the process: SIGUSR1, and a crash in native code, show what every thread does, until the process ends.
 """
 
 import atexit

@@ -1,4 +1,8 @@
-"""The common part of commands that start ranks on this machine. Torch-free."""
+"""The common part of commands that start ranks on this machine. Torch-free.
+
+State of the process: Environment variables for the ranks (threads, CUDA's allocator and queues, path), in the
+launcher's process.
+"""
 
 import os
 import sys

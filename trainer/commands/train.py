@@ -2,6 +2,9 @@
 
 On several nodes, run the same command on each node (docs/several_nodes.md). Torch is imported after all checks and
 notes.
+
+State of the process: Environment variables for the ranks (threads, CUDA's allocator and queues, path), in the
+launcher's process.
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Prepare the process of a rank for a job, and check that its machine can run it."""
+"""Prepare the process of a rank for a job, and check that its machine can run it.
+
+State of the process: The seed of PyTorch and one filter of warnings, for the run.
+"""
 
 import warnings
 

@@ -3,6 +3,8 @@
 dump_folder/profile_trace/iteration_100/rank0_trace.json              chrome://tracing, ui.perfetto.dev
 dump_folder/memory_snapshot/iteration_100/rank0_snapshot.pickle       pytorch.org/memory_viz
 dump_folder/memory_snapshot/iteration_137_exit/rank0_snapshot.pickle  when memory ran out in step 138
+
+State of the process: One filter of warnings, while a trace is written.
 """
 
 import warnings

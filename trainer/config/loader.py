@@ -2,6 +2,8 @@
 
 Every source becomes a flat dict of typed values by "table.key". Older spellings are rewritten in each source. Then the
 sources are merged. All wrong settings of all sources are reported together.
+
+State of the process: The names of the modules of `job.imports`, for ever.
 """
 
 import importlib

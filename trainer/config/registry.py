@@ -1,4 +1,7 @@
-"""Choices by name, to which a package of the user's own can add (`trainer/extensions.py`). Torch-free."""
+"""Choices by name, to which a package of the user's own can add (`trainer/extensions.py`). Torch-free.
+
+State of the process: The values of keys that packages of `job.imports` registered. They are found by name; for ever.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import field, make_dataclass

@@ -6,6 +6,8 @@ So the order of the documents depends on the number of streams, but not on the n
 
 A position is the number of the oldest document that is still needed, and the state of the iterable before it. An
 iterable without a state is read again from its beginning, up to this number.
+
+State of the process: One filter of warnings, while a loader of torchdata is built.
 """
 
 import json

@@ -2,6 +2,8 @@
 
 The shape of the hidden states is known, (sequences of a micro-batch, tokens of this rank, dim), so that the schedule
 runs no extra forward to find it. Gradients are sums; they are not divided by the number of micro-batches.
+
+State of the process: The level of a logger of PyTorch, as schedules warn of settings that are wanted here.
 """
 
 import logging

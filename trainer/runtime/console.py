@@ -1,6 +1,8 @@
 """Log lines on the console: coloured in a terminal, plain and with the time of day elsewhere. Torch-free.
 
 A terminal also has a last line that changes: reason the run waits for, or the step that it is in.
+
+State of the process: The level of this program's logger, for the run.
 """
 
 import logging

@@ -1,4 +1,8 @@
-"""Deterministic kernels: the same bits in every run of one layout."""
+"""Deterministic kernels: the same bits in every run of one layout.
+
+State of the process: Deterministic algorithms, new tensors that stay unfilled with them, cuDNN, and cuBLAS's workspace,
+for the run.
+"""
 
 import os
 

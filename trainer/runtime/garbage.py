@@ -1,4 +1,8 @@
-"""Garbage collection: not while modules are imported, and on all ranks at once."""
+"""Garbage collection: not while modules are imported, and on all ranks at once.
+
+State of the process: Python's collector is off, and collections leave imported modules out, for the run. All ranks
+collect at the same step, and give free host memory back.
+"""
 
 import ctypes
 import gc

@@ -1,6 +1,9 @@
 """Standard output and standard error that outlast their readers: text that nobody can read is dropped.
 
 `lct train | head`, a `tee` that dies or a full disk under a log must not end hours of training. Torch-free.
+
+State of the process: Standard output and standard error outlast their readers, until the process of a command or rank
+ends.
 """
 
 import io

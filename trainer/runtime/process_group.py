@@ -1,4 +1,8 @@
-"""One process of the job: rank, device, and the start, time-outs, flight record and end of its process group."""
+"""One process of the job: rank, device, and the start, time-outs, flight record and end of its process group.
+
+State of the process: PyTorch's default time-out of a new group is the time-out of the job. Also the current GPU, and
+the variables that PyTorch's flight recorder reads; for the run.
+"""
 
 import os
 import pickle

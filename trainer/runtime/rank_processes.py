@@ -6,6 +6,8 @@ A rank is a fresh Python process, or a fork of the launcher, which has then impo
     forked   launcher imports PyTorch and MODULE -> fork -> MODULE.rank_process() with the same words in sys.argv
 
 Torch-free. The launcher (`runtime/launch.py`) is the only caller. This module never decides why a job failed.
+
+State of the process: A forked rank has handlers of signals and standard output as a fresh process has them.
 """
 
 import math

@@ -1,6 +1,8 @@
 """Stop in good order after a signal of `job.stop_signals` or `job.max_minutes`: ranks agree on one reason each step.
 
 `Stopped` is for the time before ranks run, when nothing can be saved yet. Torch-free.
+
+State of the process: The handlers of signals, for the run.
 """
 
 import os

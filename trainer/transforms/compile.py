@@ -1,4 +1,8 @@
-"""torch.compile of the loss and of decoder blocks, one graph each; blocks of one shape share compiled code."""
+"""torch.compile of the loss and of decoder blocks, one graph each; blocks of one shape share compiled code.
+
+State of the process: The level of a logger of PyTorch; and the tag of the compiler's caches, as ranks must not share
+compiled code.
+"""
 
 import logging
 import types

@@ -2,6 +2,8 @@
 
 Weights, gradients and optimizer state keep their dtype. The inputs of a product are scaled and rounded to float8 at
 each use: tensorwise with one scale for a tensor, rowwise with one scale for each row (torchao's "dynamic scaling").
+
+State of the process: The levels of loggers, while torchao is imported.
 """
 
 import logging

@@ -1,6 +1,9 @@
 """Build the execution of a plan: bind it to a kernel and to communicators of K/V (and of heads) and of dK/dV.
 
 A communicator of NCCL is a queue, which runs one operation after another.
+
+State of the process: The groups of NCCL for keys and values and for their gradients. Each is made once; an entry goes
+with its group.
 """
 
 from datetime import timedelta

@@ -3,6 +3,8 @@
 The weight of a part is its share of the sum of exponentials, sigmoid(lse - total_lse). Written out, there are two
 operators over the output, which move 18 bytes for each element of a bfloat16 part and a float32 total, and six over
 the log-sum-exp. On a GPU it is one kernel of Triton, which moves 10 bytes (`merge_kernel.py`).
+
+State of the process: The types of devices on which the fused kernel failed. It is not tried there again.
 """
 
 import logging

@@ -1,4 +1,7 @@
-"""Reads ranges of bytes of many files, which stay open as far as the process may. Torch-free."""
+"""Reads ranges of bytes of many files, which stay open as far as the process may. Torch-free.
+
+State of the process: The limit of open files is as high as the system allows, until the process ends.
+"""
 
 import os
 import resource

@@ -3,6 +3,9 @@
 PyTorch (`torch.nn.attention.activate_flash_attention_impl`, since 2.11) replaces the operators that the kernels
 `cuda_flash` and `varlen` and `F.scaled_dot_product_attention` call. FlashAttention-3 (arXiv 2407.08608) and -4 take the
 same arguments, without dropout, which attention does not have here.
+
+State of the process: FlashAttention-3 or -4 behind PyTorch's flash operators, on Hopper and Blackwell if a package is
+installed; for ever.
 """
 
 import importlib.util
