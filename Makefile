@@ -27,15 +27,18 @@ train: $(INSTALLED)
 # A real model, 135 million parameters from PyPI: an answer before and after it has learned conversations about this project.
 QUESTION := What is the difference between FSDP and context parallelism?
 MODEL := outputs/SmolLM2-135M-Instruct
+CHAT_RUN := outputs/about_itself
+CHAT_STEPS := 60
+ASK := $(PY) -m trainer generate --chat --temperature 0 --tokens 60 --prompt '$(QUESTION)'
 chat: $(INSTALLED)
 	grep -E '^(transformers|gguf)==' requirements-dev.txt | $(PY) -m pip install --quiet --disable-pip-version-check -r /dev/stdin
 	test -d $(MODEL) || $(PY) scripts/get_model.py smollm2 --folder $(MODEL)
-	$(PY) -m trainer generate $(MODEL) --chat --temperature 0 --tokens 60 --prompt '$(QUESTION)'
+	$(ASK) $(MODEL)
 	$(PY) -m trainer train sft --model.path $(MODEL) --training.dataset_path examples/about_itself.jsonl --ngpu 1 \
-		--job.dump_folder outputs/about_itself --training.seq_len 512 --training.local_batch_size 2 \
-		--training.global_batch_size 2 --training.steps 60 --optimizer.lr 2e-4 --activation_checkpoint.mode none
-	$(PY) -m trainer generate outputs/about_itself --chat --temperature 0 --tokens 60 --prompt '$(QUESTION)'
-	$(PY) -m trainer chat outputs/about_itself
+		--job.dump_folder $(CHAT_RUN) --training.seq_len 512 --training.local_batch_size 2 \
+		--training.global_batch_size 2 --training.steps $(CHAT_STEPS) --optimizer.lr 2e-4 --activation_checkpoint.mode none
+	$(ASK) $(CHAT_RUN)
+	$(PY) -m trainer chat $(CHAT_RUN)
 
 # What every change runs; then what takes longer (tests/wide.py), and what only releases need (`slow`).
 test: $(INSTALLED_DEV)

@@ -1,0 +1,43 @@
+"""`make chat` with a tiny model and two steps: an answer before, training on the shipped conversations, a conversation."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from scripts.proof_text import write_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    write_tiny_model(folder, 1024)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def test_the_model_answers_before_and_after_and_talks(model: Path) -> None:
+    run = model.parent / "run"
+    python = ROOT / ".venv" / "bin" / "python"
+    # --assume-old: the environment of the tests has the packages
+    command = ["make", "--assume-old=.venv/.installed", "chat", f"MODEL={model}", f"CHAT_RUN={run}", "CHAT_STEPS=2"]
+    if not python.exists():
+        pytest.skip("the tests do not run from .venv of the repository")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+    lines = "What is a ring?\n/exit\n"
+    done = subprocess.run(
+        command, cwd=ROOT, input=lines, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("What is the difference between FSDP and context parallelism?") >= 2
+    losses = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert len(losses) == 2
+    assert (run / "checkpoint" / "step-2").is_dir()
