@@ -1,4 +1,4 @@
-"""`make chat` with a tiny model and two steps: an answer before, training on the shipped conversations, a conversation."""
+"""`make chat` with a tiny model and two steps: it answers, learns the shipped conversations, and talks."""
 
 import os
 import subprocess
