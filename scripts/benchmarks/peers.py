@@ -44,6 +44,9 @@ from scripts.provenance import made_with
 # ---- rows
 
 
+_SHOWN = (("tokens_per_second", 0), ("peak_gib", 1))
+
+
 def largest_difference(values: Sequence[float], others: Sequence[float]) -> float:
     """Return the largest relative difference of two sequences of the same length.
 
@@ -108,11 +111,12 @@ def in_float64(setting: Setting, steps: list[list[int]]) -> dict[str, Any]:
     return {name: {"loss": values["losses"][0], "norm": values["norms"][0]} for name, values in runs.items()}
 
 
-def measure(setting: Setting, repeats: int) -> dict[str, Any]:
+def measure(setting: Setting, layouts: Sequence[str], repeats: int) -> dict[str, Any]:
     """Run all contenders of a case in turn.
 
     Args:
         setting: What to train.
+        layouts: Names of `LAYOUTS`.
         repeats: Runs of each contender.
 
     Returns:
@@ -130,12 +134,12 @@ def measure(setting: Setting, repeats: int) -> dict[str, Any]:
     adapters = first_adapters(setting) if setting.name == "lora" else ""
     runs: dict[str, list[dict[str, Any]]] = {}
     for _ in range(repeats):
-        for layout in LAYOUTS:
+        for layout in layouts:
             runs.setdefault(layout, []).append(ours(setting, layout))
         for name in case.peers:
             runs.setdefault(name, []).append(peer(setting, name, steps, adapters=adapters))
     rows = {name: row(each, tokens) for name, each in runs.items()}
-    trained = {layout: rows[layout] for layout in LAYOUTS}
+    trained = {layout: rows[layout] for layout in layouts}
     theirs = {name: rows[name] for name in case.peers}
     result = {"tokens": tokens, "lct train": trained, "peers": theirs, "differences": differences(trained, theirs)}
     return result | ({"float64": in_float64(setting, steps)} if setting.name == "sft" else {})
@@ -157,24 +161,36 @@ def document_lengths(setting: Setting, tokenizer: Any) -> list[int]:
     ]
 
 
-def table(name: str, case: Mapping[str, Any]) -> str:
-    """Return the table of a case, as Markdown.
+def table(cases: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table of all cases, as Markdown: a row for each peer and layout of `lct train`.
 
     Args:
-        name: Name of the case.
-        case: What `measure` returned.
+        cases: What `measure` returned, by name of the case.
     """
-    lines = [f"| {name} | tokens a second | peak GiB | first loss | last loss |", "|---|---|---|---|---|"]
-    for contender, each in {**case["lct train"], **case["peers"]}.items():
-        numbers = f"{each['tokens_per_second']:.1f} | {each['peak_gib']:.2f}"
-        lines.append(f"| {contender} | {numbers} | {each['losses'][0]:.6f} | {each['losses'][-1]:.6f} |")
-    lines += ["", f"| {name} | loss | norm in float64 | norm as reported |", "|---|---|---|---|"]
-    for each in case["differences"]:
-        numbers = " | ".join(f"{each[key]:.1e}" for key in ("loss", "norm", "reported_norm"))
-        lines.append(f"| {each['layout']}, {each['peer']} | {numbers} |")
-    for contender, each in case.get("float64", {}).items():
-        lines.append(f"first step in float64, {contender}: loss {each['loss']:.9f}, gradient norm {each['norm']:.9f}")
+    lines = [
+        "| | peer | `lct train` | loss | gradient norm | tokens a second | peak GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, case in cases.items():
+        for each in case["differences"]:
+            both = case["lct train"][each["layout"]], case["peers"][each["peer"]]
+            speed, memory = (" / ".join(f"{x[key]:.{digits}f}" for x in both) for key, digits in _SHOWN)
+            differing = f"{each['loss']:.1e} | {each['norm']:.1e}"
+            lines.append(f"| {name} | {each['peer']} | {each['layout']} | {differing} | {speed} | {memory} |")
     return "\n".join(lines)
+
+
+def sentence(case: Mapping[str, Any]) -> str:
+    """Return what one step in float64 shows, as a sentence.
+
+    Args:
+        case: What `measure` returned for `sft`.
+    """
+    norms = {name: each["norm"] for name, each in case["float64"].items()}
+    as_it_is = norms["transformers as it is"]
+    return f"In float64 the first step has {norms['lct train']:.6f} here, {norms['transformers']:.6f} in " + (
+        f"transformers without this rule, and {as_it_is:.6f} with it."
+    )
 
 
 # ---- command line
@@ -187,6 +203,7 @@ def parser() -> argparse.ArgumentParser:
     add("model", nargs="?", type=Path, help="folder of a model of Hugging Face; scripts/get_model.py makes one")
     add("--tiny", action="store_true", help="make a small model, and take it")
     add("--cases", default=",".join(CASES), help="some of the cases, with commas (default: all)")
+    add("--layouts", default=",".join(LAYOUTS), help="some of the layouts, with commas (default: all)")
     add("--steps", type=int, default=10, help="steps of each run (default: 10)")
     add("--seq-len", type=int, default=160, help="tokens of a sequence of `lct train` (default: 160)")
     add("--repeats", type=int, default=3, help="runs of each contender (default: 3)")
@@ -205,10 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     args = parser().parse_args(argv)
-    cases = args.cases.split(",")
-    unknown = [name for name in cases if name not in CASES]
+    cases, layouts = args.cases.split(","), args.layouts.split(",")
+    unknown = [name for name in cases if name not in CASES] + [name for name in layouts if name not in LAYOUTS]
     if unknown or args.steps < 2 or args.repeats < 1 or args.tiny == (args.model is not None):
-        print("name cases of sft, lora, dpo; --steps from 2; --repeats from 1; MODEL or --tiny", file=sys.stderr)
+        names = f"--cases of {', '.join(CASES)}; --layouts of {', '.join(LAYOUTS)}"
+        print(f"name MODEL or --tiny; {names}; --steps from 2; --repeats from 1", file=sys.stderr)
         return 2
     head = made_with("scripts/benchmarks/peers.py", sys.argv[1:] if argv is None else argv, device="cpu")
     head |= {name: version(name) for name in ("transformers", "trl", "peft")}
@@ -221,8 +239,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             data = Path(scratch, "pairs.jsonl") if name == "dpo" else DATA
             setting = Setting(name, model, data, Path(scratch), args.steps, args.seq_len, args.threads)
             shown = {key: x for key, x in asdict(setting).items() if key in ("steps", "seq_len", "threads")}
-            kept[name] = shown | {"repeats": args.repeats, "made_with": head} | measure(setting, args.repeats)
-            print(table(name, kept[name]) + "\n", flush=True)
+            kept[name] = shown | {"repeats": args.repeats, "made_with": head} | measure(setting, layouts, args.repeats)
+            print(table({name: kept[name]}) + "\n", flush=True)
+            if name == "sft":
+                print(sentence(kept[name]) + "\n", flush=True)
             if args.json:
                 args.json.write_text(json.dumps(head | {"cases": kept}, indent=2) + "\n")
     return 0

@@ -119,7 +119,11 @@ def run(command: Sequence[str], threads: int, log: Path) -> float:
     own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT)
-        _, status, usage = os.wait4(process.pid, 0)
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.terminate()  # `lct train` then ends its ranks
+            raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
