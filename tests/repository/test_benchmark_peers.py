@@ -63,7 +63,7 @@ def test_another_template_is_seen(tmp_path: Path) -> None:
     arguments += Setting("sft", tmp_path, DATA, tmp_path, 1, 160, 1).arguments("1 rank")
     (first,) = order(arguments, DATA, tokenizer, 1)
     assert len(set(first)) == len(first) > 1
-    tokenizer.chat_template = tokenizer.chat_template.replace("\\n", " ")
+    tokenizer.chat_template = tokenizer.chat_template.replace("|>\n", "|> ")
     with pytest.raises(ValueError, match="compare the templates"):
         order(arguments, DATA, tokenizer, 1)
 
