@@ -11,8 +11,9 @@ turns. A one-rank process and each peer get `--threads` threads (OMP_NUM_THREADS
 transformers' embedding drops the gradient of the pad token (`padding_idx`); the peers run without that rule, because
 SmolLM2's pad token ends every message. One step in float64 shows its effect.
 
-Tokens are counted without padding. Speed is the median over the steps of all repeats, without the
-first step of each run. Memory is the largest resident size of the largest process, from its start to its end.
+Tokens are counted without padding. Speed is the median over the steps of all repeats, without the first step of each
+run. On a machine with other work, tokens a second of CPU time of all processes are steadier. Memory is the largest
+resident size of the largest process, from its start to its end.
 """
 
 import argparse
@@ -44,7 +45,7 @@ from scripts.provenance import made_with
 # ---- rows
 
 
-_SHOWN = (("tokens_per_second", 0), ("peak_gib", 1))
+_SHOWN = (("tokens_per_second", 0), ("tokens_per_cpu_second", 0), ("peak_gib", 1))
 
 
 def largest_difference(values: Sequence[float], others: Sequence[float]) -> float:
@@ -64,9 +65,12 @@ def row(runs: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> dict[str, A
         runs: A run for each repeat.
         tokens: Tokens of each step, without padding.
     """
+    work = sum(tokens[1:])
+    cpu = [run["cpu"][-1] - run["cpu"][0] for run in runs]
     speeds = [n / s for run in runs for n, s in list(zip(tokens, run["seconds"], strict=True))[1:]]
     norms = {name: runs[0][name] for name in ("losses", "norms", "reported_norms") if name in runs[0]}
     speed = {"tokens_per_second": statistics.median(speeds), "tokens_per_second_fastest": max(speeds)}
+    speed["tokens_per_cpu_second"] = statistics.median(work / max(used, 0.01) for used in cpu)
     return (
         norms
         | {name: round(x, 1) for name, x in speed.items()}
@@ -168,15 +172,15 @@ def table(cases: Mapping[str, Mapping[str, Any]]) -> str:
         cases: What `measure` returned, by name of the case.
     """
     lines = [
-        "| | peer | `lct train` | loss | gradient norm | tokens a second | peak GiB |",
-        "|---|---|---|---|---|---|---|",
+        "| | peer | `lct train` | loss | gradient norm | tokens a second | tokens a CPU second | peak GiB |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, case in cases.items():
         for each in case["differences"]:
             both = case["lct train"][each["layout"]], case["peers"][each["peer"]]
-            speed, memory = (" / ".join(f"{x[key]:.{digits}f}" for x in both) for key, digits in _SHOWN)
+            speed, cpu, memory = (" / ".join(f"{x[key]:.{digits}f}" for x in both) for key, digits in _SHOWN)
             differing = f"{each['loss']:.1e} | {each['norm']:.1e}"
-            lines.append(f"| {name} | {each['peer']} | {each['layout']} | {differing} | {speed} | {memory} |")
+            lines.append(f"| {name} | {each['peer']} | {each['layout']} | {differing} | {speed} | {cpu} | {memory} |")
     return "\n".join(lines)
 
 

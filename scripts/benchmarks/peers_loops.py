@@ -2,9 +2,8 @@
 
     python scripts/benchmarks/peers_loops.py work.json result.json
 
-`work.json` names the loop and everything that it trains on (`Work`). The result has, for each step, the loss, the
-gradient norm as the peer reports it, the norm of the same gradients summed in float64, and seconds. The seconds of the
-sum in float64 are left out: only this benchmark needs it.
+`work.json` names the loop and everything that it trains on (`Work`). The result has a list of each value of `Recorder`.
+The time of the sum in float64 is left out: only this benchmark needs it.
 """
 
 import copy
@@ -74,15 +73,18 @@ class Recorder:
         reported_norms: Gradient norms as the peer reports them.
         norms: Norms of the same gradients, summed in float64.
         seconds: Seconds of each step, from the end of the step before; the first includes the start.
+        cpu: CPU seconds of this process at the end of each step.
     """
 
     losses: list[float] = field(default_factory=list)
     reported_norms: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._last = time.perf_counter()
+        self._left_out = 0.0
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Record the norm of the gradients, before they are clipped; leave its time out.
@@ -91,10 +93,12 @@ class Recorder:
             parameters: The trained parameters.
         """
         began = time.perf_counter()
+        cpu_began = time.process_time()
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         squares = [torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2 for grad in grads]
         self.norms.append(torch.stack(squares).sum().sqrt().item())
         self._last += time.perf_counter() - began
+        self._left_out += time.process_time() - cpu_began
 
     def step(self, loss: float, reported_norm: float) -> None:
         """Record the end of a step.
@@ -107,6 +111,7 @@ class Recorder:
         self.losses.append(loss)
         self.reported_norms.append(reported_norm)
         self.seconds.append(now - self._last)
+        self.cpu.append(time.process_time() - self._left_out)
         self._last = now
 
 
@@ -317,7 +322,7 @@ def main(argv: Sequence[str]) -> int:
     """
     work = Work(**json.loads(Path(argv[0]).read_text()))
     record = LOOPS[work.loop](work)
-    named = ("losses", "norms", "reported_norms", "seconds")
+    named = ("losses", "norms", "reported_norms", "seconds", "cpu")
     result = {name: getattr(record, name) for name in named} | {"threads": torch.get_num_threads()}
     Path(argv[1]).write_text(json.dumps(result))
     return 0

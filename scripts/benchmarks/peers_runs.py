@@ -5,15 +5,19 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.benchmarks.peers_data import BETAS, DPO_BETA, EPS, LR, MAX_NORM
+from scripts.benchmarks.start import cpu_seconds
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "examples" / "about_itself.jsonl"
+_POLL_SECONDS = 0.02
 ROWS = 2
 """Sequences of a step, over all ranks."""
 LAYOUTS = {"1 rank": (1, 1), "FSDP 2": (2, 1), "CP 2": (2, 2)}
@@ -102,32 +106,55 @@ class Setting:
 # ---- contenders
 
 
-def run(command: Sequence[str], threads: int, log: Path) -> float:
+class Usage(NamedTuple):
+    """What a program used.
+
+    Attributes:
+        peak_gib: The largest resident size of its largest process, GiB.
+        cpu: CPU seconds of all its processes, read when it wrote each line of the watched file.
+    """
+
+    peak_gib: float
+    cpu: list[float]
+
+
+def run(command: Sequence[str], threads: int, log: Path, watched: Path = Path(os.devnull)) -> Usage:
     """Run a program.
 
     Args:
         command: Its words.
         threads: Threads of each of its processes.
         log: File for what it prints.
+        watched: File to which it adds a line after each step.
 
     Returns:
-        The largest resident size of its largest process, GiB.
+        What it used.
 
     Raises:
         SystemExit: The program failed.
     """
     own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    cpu: list[float] = []
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT)
         try:
-            _, status, usage = os.wait4(process.pid, 0)
+            while True:
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+                lines = len(watched.read_text().splitlines()) if watched.exists() else 0
+                if pid:
+                    cpu += [usage.ru_utime + usage.ru_stime] * (lines - len(cpu))
+                    break
+                if lines > len(cpu):
+                    with suppress(OSError):  # a process has ended meanwhile
+                        cpu += [cpu_seconds(process.pid)] * (lines - len(cpu))
+                time.sleep(_POLL_SECONDS)
         except BaseException:
             process.terminate()  # `lct train` then ends its ranks
             raise
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{log.read_text()[-3000:]}")
-    return usage.ru_maxrss / 2**20
+    return Usage(usage.ru_maxrss / 2**20, cpu)
 
 
 def ours(setting: Setting, layout: str, further: Sequence[str] = (), dtype: str = "float32") -> dict[str, Any]:
@@ -140,18 +167,19 @@ def ours(setting: Setting, layout: str, further: Sequence[str] = (), dtype: str 
         dtype: Data type of weights and computation.
 
     Returns:
-        Losses, gradient norms and seconds of each step, and the memory.
+        Losses, gradient norms, seconds and CPU seconds of each step, and the memory.
     """
     ranks = LAYOUTS[layout][0]
     folder = Path(tempfile.mkdtemp(dir=setting.folder))
     preset = [CASES[setting.name].preset, f"--ngpu={ranks}", *setting.arguments(layout, dtype)]
     command = [sys.executable, "-m", "trainer", "train", *preset, f"--job.dump_folder={folder}"]
     further = further or ["--checkpoint.no_enable"]
-    peak = run([*command, *further], max(setting.threads // ranks, 1), folder / "log")
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = folder / "metrics.jsonl"
+    usage = run([*command, *further], max(setting.threads // ranks, 1), folder / "log", metrics)
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     columns = {"losses": "loss", "norms": "grad_norm", "seconds": "seconds_per_step"}
     values = {name: [step[key] for step in steps] for name, key in columns.items()}
-    return values | {"peak_gib": peak, "folder": folder}
+    return values | usage._asdict() | {"folder": folder}
 
 
 def peer(setting: Setting, loop: str, steps: list[list[int]], **further: Any) -> dict[str, Any]:
@@ -164,7 +192,7 @@ def peer(setting: Setting, loop: str, steps: list[list[int]], **further: Any) ->
         **further: Further values of `Work` of peers_loops.py; float32 by default.
 
     Returns:
-        Losses, gradient norms (the peer's, and in float64) and seconds of each step, and the memory.
+        Losses, gradient norms (the peer's, and in float64), seconds and CPU seconds of each step, and the memory.
 
     Raises:
         ValueError: The peer had another number of threads.
@@ -174,11 +202,11 @@ def peer(setting: Setting, loop: str, steps: list[list[int]], **further: Any) ->
     content = {"loop": loop, "model": str(setting.model), "data": str(DATA), "steps": steps}
     work.write_text(json.dumps(content | {"folder": str(folder), "dtype": "float32"} | further))
     script = ROOT / "scripts" / "benchmarks" / "peers_loops.py"
-    peak = run([sys.executable, str(script), str(work), str(result)], setting.threads, folder / "log")
+    usage = run([sys.executable, str(script), str(work), str(result)], setting.threads, folder / "log")
     values = json.loads(result.read_text())
     if values.pop("threads") != setting.threads:
         raise ValueError(f"{loop} did not run with {setting.threads} threads")
-    return values | {"peak_gib": peak}
+    return values | {"peak_gib": usage.peak_gib}
 
 
 def first_adapters(setting: Setting) -> str:

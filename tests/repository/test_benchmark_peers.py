@@ -77,9 +77,11 @@ def test_a_rejected_answer_is_another_answer() -> None:
 
 def test_speed_is_the_median_without_first_steps() -> None:
     run: dict[str, Any] = {"losses": [1.0] * 3, "norms": [1.0] * 3, "peak_gib": 1.0}
-    slow, quick = run | {"seconds": [90.0, 2.0, 2.0]}, run | {"seconds": [90.0, 1.0, 0.5], "peak_gib": 2.0}
+    slow = run | {"seconds": [90.0, 2.0, 2.0], "cpu": [9.0, 11.0, 14.0]}
+    quick = slow | {"seconds": [90.0, 1.0, 0.5], "peak_gib": 2.0}
     values = row([slow, quick], [10, 10, 10])
     assert (values["tokens_per_second"], values["tokens_per_second_fastest"], values["peak_gib"]) == (7.5, 20.0, 2.0)
+    assert values["tokens_per_cpu_second"] == 4.0
     assert largest_difference([1.0, 2.2], [1.0, 2.0]) == pytest.approx(0.1)
 
 
