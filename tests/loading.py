@@ -3,8 +3,8 @@
 from typing import Any
 
 from trainer.config.schema import Training
-from trainer.data.data_set import DataSet
 from trainer.data.loader import BatchLoader
+from trainer.data.mixture import DataSet
 
 
 def batch_loader(data: DataSet, *, dp_rank: int, dp_degree: int, plan: Any = None, **training: Any) -> BatchLoader:

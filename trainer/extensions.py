@@ -80,7 +80,7 @@ def register_iterable(name: str, place: str) -> None:
         place: The function, as "package.module:function".
     """
     check_place(f"register_iterable({name!r}): place", place)
-    DATASETS.add(name, Source((), _no_files, _no_files, check=lambda _: None, iterable=place))
+    DATASETS.add(name, Source((), _no_files, _no_files, iterable=place))
 
 
 def _no_files(settings: DataSettings, *_: object) -> Any:

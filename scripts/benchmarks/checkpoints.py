@@ -34,7 +34,7 @@ from trainer.config.loader import parse_command_line
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 from trainer.trainer import Trainer
 
 Save = Callable[[Path, int], Callable[[], object]]
@@ -87,7 +87,7 @@ def ours(trainer: Trainer, mode: str) -> Save:
     checkpointer = Checkpointer(job, trainer.dims, **parts, lr_scheduler=trainer.lr_scheduler, loader=trainer.data)
 
     def save(folder: Path, step: int) -> Callable[[], object]:
-        checkpointer.folder = LocalStore(folder)
+        checkpointer.folder = Store(folder)
         folder.mkdir()
         checkpointer.save(step, tokens_seen=0)
         return checkpointer.wait

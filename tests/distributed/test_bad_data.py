@@ -22,7 +22,7 @@ from trainer.data.token_files.format import open_pair
 from trainer.runtime.agreement import once_a_node
 from trainer.runtime.process_group import Process, process_group
 from trainer.stores.folder import read_state
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 
 ALL = ["--training.data_streams=None", "--training.steps=12"]
 JSONL = ["--training.dataset=jsonl", *ALL]
@@ -83,13 +83,13 @@ def test_a_damaged_document_stops_or_is_left_out(pool: WorkerPool, tmp_path: Pat
     )
     assert {done for _, done, _ in stopped} == {steps}
     folder = tmp_path / "stop" / "checkpoint"
-    assert LocalStore(folder).steps() == [steps]
-    streams = read_state(LocalStore(folder), steps).streams
+    assert Store(folder).steps() == [steps]
+    streams = read_state(Store(folder), steps).streams
     assert sorted(streams) == list(range(STREAMS))
 
     again = pool.run(ranks, train, str(tmp_path / "stop"), settings)  # nothing is trained, nothing lost
     assert [(message, done) for message, done, _ in again] == [(stopped[0][0], 0)] * ranks
-    assert LocalStore(folder).steps() == [steps]
+    assert Store(folder).steps() == [steps]
     on = pool.run(ranks, train, str(tmp_path / "stop"), [*settings, "--training.on_bad_record=skip"])
     assert [(message, done) for message, done, _ in on] == [("", 12 - steps)] * ranks
     whole = pool.run(ranks, train, str(tmp_path / "skip"), [*settings, "--training.on_bad_record=skip"])
@@ -137,7 +137,7 @@ def test_files_that_shrink_stop_all_ranks_after_a_checkpoint(pool: WorkerPool, t
     ((message, saved), other) = pool.run(2, lose_the_ids, str(tmp_path / "run"), str(damaged))
     assert other == (message, saved)
     assert "shard-00000.bin is shorter than when the run began to read it" in message
-    assert LocalStore(tmp_path / "run" / "checkpoint").steps() == [saved]
+    assert Store(tmp_path / "run" / "checkpoint").steps() == [saved]
 
 
 @pytest.mark.slow
@@ -197,7 +197,7 @@ def test_ranks_that_read_different_data_stop_before_the_first_step(pool: WorkerP
         results = pool.run(2, one_rank_case, str(tmp_path), settings, [different])
         assert [code for code, _ in results] == [2, 2]
         assert message in "".join(err for _, err in results)
-    assert not LocalStore(tmp_path / "checkpoint").steps()
+    assert not Store(tmp_path / "checkpoint").steps()
 
 
 def catalog_case(ranks_of_a_node: int) -> tuple[str, int]:

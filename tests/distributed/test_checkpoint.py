@@ -19,7 +19,7 @@ from trainer.checkpoint.checkpointer import tensors_of
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 from trainer.trainer import Trainer
 
 CHAIN = ("fsdp2", "tp2", "pp2", "hsdp2x2", "one")
@@ -101,10 +101,10 @@ def overtaken_case(folder: str, arguments: list[str], mode: str) -> tuple[dict, 
             assert trainer.checkpoint.save(1, tokens_seen=0)
             for step in (2, 3):
                 trainer.train_step(step)
-            meanwhile = LocalStore(path).steps()
+            meanwhile = Store(path).steps()
             trained.set()
             trainer.checkpoint.wait()
-        return wanted, whole_state(trainer), meanwhile, LocalStore(path).steps()
+        return wanted, whole_state(trainer), meanwhile, Store(path).steps()
 
 
 @pytest.mark.parametrize(

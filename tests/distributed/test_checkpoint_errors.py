@@ -18,13 +18,13 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 from trainer.trainer import Trainer
 
 
 def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str, str, list[int]]:
     """Rank `rank` cannot write, with this error; where it arrives, and how it reads."""
-    target = (dcp_files.Writer, "write_data") if rank else (LocalStore, "publish")
+    target = (dcp_files.Writer, "write_data") if rank else (Store, "publish")
     broken = getattr(*target)
 
     def no_space(*_: object) -> None:
@@ -44,7 +44,7 @@ def full_disk_case(folder: str, mode: str, rank: int, number: int) -> tuple[str,
                 trainer.checkpoint.save(1000, tokens_seen=0)
             except CheckpointError as error:
                 text = str(error)
-        return where, text, LocalStore(Path(folder) / "checkpoint").steps()
+        return where, text, Store(Path(folder) / "checkpoint").steps()
 
 
 ROOM_ERRORS = {errno.ENOSPC: "the disk is full (", errno.EDQUOT: "the quota of this user is used up (about "}

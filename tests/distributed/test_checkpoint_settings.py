@@ -15,7 +15,7 @@ from tests.slow import slow
 from trainer.checkpoint.verify import verify_step
 from trainer.runtime.process_group import Process
 from trainer.stores.folder import read_state
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 
 FSDP2 = LAYOUTS["fsdp2"][1]
 
@@ -29,7 +29,7 @@ def timed_case(folder: str, arguments: list[str], passed: dict[int, int]) -> lis
                 checkpoint._saved_at -= 1001
             trainer.train_step(step)
             checkpoint.save(step, tokens_seen=0, due=trainer.save_is_due)
-        return LocalStore(Path(folder) / "checkpoint").steps()
+        return Store(Path(folder) / "checkpoint").steps()
 
 
 def test_one_rank_whose_time_is_up_makes_all_save(pool: WorkerPool, tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_load_only_resumes_and_writes_no_checkpoint(pool: WorkerPool, tmp_path: 
     assert contents(tmp_path / "a") == before
     assert len((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()) == 2
     assert [code for code, _ in pool.run(2, main_case, str(tmp_path / "b"), arguments)] == [0, 0]
-    assert LocalStore(tmp_path / "a" / "checkpoint").steps() == [2, 3, 4]  # a control: without it, there are more
+    assert Store(tmp_path / "a" / "checkpoint").steps() == [2, 3, 4]  # a control: without it, there are more
 
 
 @pytest.mark.parametrize("excluded", [["optimizer"], *slow(["dataloader"], ["optimizer", "dataloader"])])
@@ -104,7 +104,7 @@ def test_a_run_continues_another_one_and_then_itself(pool: WorkerPool, tmp_path:
         else:
             assert same(got[name], value), name
     assert contents(tmp_path / "a") == before
-    assert LocalStore(tmp_path / "b" / "checkpoint").steps() == [3]
+    assert Store(tmp_path / "b" / "checkpoint").steps() == [3]
     after = merged(results, "after")
     again = merged(pool.run(2, load_step_save, str(tmp_path / "b"), [*FSDP2, *branch], 0), "before")
     assert [name for name in after if not same(after[name], again[name])] == []
@@ -122,21 +122,21 @@ def test_a_mark_of_the_best_that_one_rank_cannot_read_stops_all(pool: WorkerPool
     results = pool.run(2, best_unreadable_case, str(tmp_path), [*FSDP2, "--training.steps=2"])
     assert all(code != 0 for code, _ in results)
     assert "best.json cannot be read (Input/output error)" in "".join(text for _, text in results)
-    assert LocalStore(tmp_path / "checkpoint").steps() == [1]
+    assert Store(tmp_path / "checkpoint").steps() == [1]
 
 
 def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path) -> None:
     """No run resumes from them by itself; other commands take them, and a new optimizer may start from them."""
     run, arguments = str(tmp_path), [*FSDP2, "--checkpoint.last_save_model_only", "--checkpoint.interval=1"]
     wanted = merged(pool.run(2, load_step_save, run, [*arguments, "--training.steps=2"], 2), "after")
-    state = read_state(LocalStore(tmp_path / "checkpoint"), 2)
+    state = read_state(Store(tmp_path / "checkpoint"), 2)
     assert state.model_only
     whole = pool.run(2, load_step_save, str(tmp_path / "stopped"), [*arguments, "--training.steps=3"], 2)
     assert same(merged(whole, "after")["model.norm.weight"], wanted["model.norm.weight"])
-    stopped = read_state(LocalStore(tmp_path / "stopped" / "checkpoint"), 2)  # before its last step
+    stopped = read_state(Store(tmp_path / "stopped" / "checkpoint"), 2)  # before its last step
     assert not stopped.model_only
     assert sum(state.files.values()) < 0.5 * sum(stopped.files.values())
-    *_, tensors = verify_step(LocalStore(tmp_path / "checkpoint"), 2, None)
+    *_, tensors = verify_step(Store(tmp_path / "checkpoint"), 2, None)
     assert tensors == sum(name.startswith("model.") for name in wanted)
 
     results = pool.run(2, main_case, run, [*arguments, "--training.steps=3"])
@@ -151,4 +151,4 @@ def test_the_last_save_may_be_of_weights_alone(pool: WorkerPool, tmp_path: Path)
     assert results[0]["step"] == 2
     assert [name for name in wanted if name.startswith("model.") and not same(got[name], wanted[name])] == []
     assert not any(got[name].any() for name in got if name.startswith("optimizer."))
-    assert not read_state(LocalStore(tmp_path / "checkpoint"), 3).model_only
+    assert not read_state(Store(tmp_path / "checkpoint"), 3).model_only

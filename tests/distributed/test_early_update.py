@@ -20,7 +20,7 @@ from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.components.early_update import EarlyUpdates
 from trainer.components.step_outcome import TrainingError
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 
 HOST = ["--training.enable_cpu_offload", "--training.max_norm=inf", "--training.steps=4"]
 EARLY = [*HOST, "--training.early_update"]
@@ -221,7 +221,7 @@ def test_a_step_that_fails_in_its_middle_ends_the_run(
     assert error.startswith(message)
     assert after.startswith("an earlier step failed after it had updated some parameters")
     assert threads == []
-    assert LocalStore(tmp_path / "checkpoint").steps() == [2]
+    assert Store(tmp_path / "checkpoint").steps() == [2]
 
 
 def nonfinite_case(folder: str) -> tuple[str, int, list[str]]:
@@ -251,7 +251,7 @@ def test_a_step_that_is_not_finite_ends_the_run_on_all_ranks(pool: WorkerPool, t
         assert "parts of its update are done" in message
         assert "the weights are those" not in message
         assert (begun, threads) == (3, [])
-    assert LocalStore(tmp_path / "checkpoint").steps() == [2]
+    assert Store(tmp_path / "checkpoint").steps() == [2]
 
 
 def repeated_case(folder: str, settings: list[str]) -> tuple[dict[str, Any], int]:

@@ -21,7 +21,7 @@ from tests.distributed.pool import WorkerPool
 from tests.distributed.test_checkpoint_layouts import LAYOUTS
 from trainer.components.step_outcome import StepTotals, TrainingError
 from trainer.data.packing import IGNORE_INDEX
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 from trainer.tasks.observers import SourceLosses
 from trainer.trainer import Trainer
 
@@ -108,7 +108,7 @@ def test_the_run_is_that_of_steps_that_are_read_at_once(pool: WorkerPool, tmp_pa
     for seen in stopped:  # the signal came in the step before
         assert seen["reads"][-2:] == [(STOPPED, STOPPED - 1), (STOPPED, STOPPED)]
     assert all(seen["pending"] == [] for seen in (*at_once, *late, *stopped, *resumed))
-    assert LocalStore(tmp_path / "stopped" / "checkpoint").steps() == [INTERVAL, STOPPED, 2 * INTERVAL, STEPS]
+    assert Store(tmp_path / "stopped" / "checkpoint").steps() == [INTERVAL, STOPPED, 2 * INTERVAL, STEPS]
 
     wanted = merged(at_once, "state")
     assert any(name.endswith("selection_bias") and x.any() for name, x in wanted.items())
@@ -157,7 +157,7 @@ def test_a_step_that_ends_the_run_is_followed_by_no_update(pool: WorkerPool, tmp
         assert begun == [1, 2, 3, 4]
         assert launched == [1, 2, 3]
         assert unchanged
-    assert LocalStore(tmp_path / "checkpoint").steps() == []
+    assert Store(tmp_path / "checkpoint").steps() == []
 
 
 def due_case(folder: str) -> list[int]:
@@ -180,7 +180,7 @@ def test_a_checkpoint_by_the_time_is_that_of_the_step_that_runs_when_it_is_known
     pool: WorkerPool, tmp_path: Path
 ) -> None:
     assert pool.run(2, due_case, str(tmp_path)) == [[6], [6]]
-    assert 6 in LocalStore(tmp_path / "checkpoint").steps()
+    assert 6 in Store(tmp_path / "checkpoint").steps()
 
 
 def test_bad_data_stop_the_run_after_the_same_step(pool: WorkerPool, tmp_path: Path, damaged: Path) -> None:
@@ -189,7 +189,7 @@ def test_bad_data_stop_the_run_after_the_same_step(pool: WorkerPool, tmp_path: P
     late = pool.run(2, test_bad_data.train, str(tmp_path / "late"), [*settings, FUSED])
     assert late == at_once
     assert f"document {test_bad_data.bad_document()}, is damaged" in late[0][0]
-    assert LocalStore(tmp_path / "late" / "checkpoint").steps() == [late[0][1]]
+    assert Store(tmp_path / "late" / "checkpoint").steps() == [late[0][1]]
 
 
 def slow_case(folder: str) -> None:

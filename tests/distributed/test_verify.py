@@ -22,7 +22,7 @@ from trainer.commands.main import main as lct
 from trainer.config.loader import RUN_FILE
 from trainer.stores.folder import read_state
 from trainer.stores.state import state_text
-from trainer.stores.store import STATE_FILE, LocalStore
+from trainer.stores.store import STATE_FILE, Store
 
 
 def verify_case(path: str) -> tuple[int, str, str]:
@@ -150,13 +150,13 @@ def test_entries_are_those_of_the_model(pool: WorkerPool, tmp_path: Path, fault:
     assert code == 1
     assert message in line
     (tmp_path / "config.toml").unlink()
-    without_configuration(LocalStore(tmp_path / "checkpoint"), 1)
+    without_configuration(Store(tmp_path / "checkpoint"), 1)
     code, _, err = verified(pool, tmp_path / "checkpoint")
     assert code == 0  # a control: without its configuration a checkpoint has no model to be compared with
     assert "entries are not compared with a model" in err
 
 
-def without_configuration(folder: LocalStore, step: int) -> None:
+def without_configuration(folder: Store, step: int) -> None:
     """Make a step as older versions have saved it."""
     state = read_state(folder, step)
     files = {name: size for name, size in state.files.items() if name != RUN_FILE}

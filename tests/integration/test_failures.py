@@ -19,7 +19,7 @@ from tests.integration.faulty_train import CHECKPOINT_OF_FAULT
 from tests.integration.test_launch import ROOT, environment, losses
 from tests.integration.test_launcher_killed import ranks_in
 from tests.slow import slow
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 
 pytestmark = pytest.mark.about("trainer/runtime/reports.py")
 
@@ -172,11 +172,11 @@ def test_after_a_failed_checkpoint_a_run_resumes_from_the_last_good_one(tmp_path
     whole = train(tmp_path / "whole")
     assert (whole.code, whole.err, whole.left) == (0, "", [])
     assert train(tmp_path / "failed", f"1 {kind} checkpoint").code != 0
-    assert LocalStore(tmp_path / "failed" / "checkpoint").steps() == [2]
+    assert Store(tmp_path / "failed" / "checkpoint").steps() == [2]
     again = train(tmp_path / "failed")
     assert again.code == 0, again
     assert "resumed after step 2 from" in again.out
-    assert LocalStore(tmp_path / "failed" / "checkpoint").steps() == [2, 4, 6]
+    assert Store(tmp_path / "failed" / "checkpoint").steps() == [2, 4, 6]
     assert losses(tmp_path / "failed") == losses(tmp_path / "whole")
 
 
@@ -278,7 +278,7 @@ def test_two_nodes_train_fail_and_resume(tmp_path: Path) -> None:
     assert all(end.code != 0 for end in failed), failed
     assert any("went away without a word" in end.err or "SIGKILL" in end.err for end in failed), failed
     assert [end.left for end in failed] == [[], []]
-    assert LocalStore(tmp_path / "nodes" / "checkpoint").steps() == [2]
+    assert Store(tmp_path / "nodes" / "checkpoint").steps() == [2]
     (tmp_path / "nodes" / "failed").unlink()
     again = both("none none none")
     assert [end.code for end in again] == [0, 0], again

@@ -18,7 +18,7 @@ from trainer.checkpoint.verify import verify_step
 from trainer.config.loader import parse_command_line
 from trainer.job import resolve
 from trainer.runtime.process_group import Process, process_group
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 from trainer.trainer import Trainer
 
 RUN = ["--training.steps=5000", "--training.global_batch_size=-1"]  # more steps than all lives together have
@@ -85,10 +85,10 @@ def test_a_run_that_is_killed_while_it_saves_loses_nothing(
         finally:
             killer.done.set()
             killer.join()
-        steps = LocalStore(folder).steps()
+        steps = Store(folder).steps()
         assert newest <= max(steps, default=0), f"lost by kill {kill}"
         for step in steps:
-            verify_step(LocalStore(folder), step, None)
+            verify_step(Store(folder), step, None)
         newest, interrupted = max(steps, default=0), interrupted + any(folder.glob("*.tmp"))
         if kill + 1 >= kills and interrupted >= kills // 3:  # on a fast disk most saves end before their kill
             break

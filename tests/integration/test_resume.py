@@ -22,7 +22,7 @@ from tests.integration.console import lines_of
 from tests.integration.test_launch import ROOT, environment, launch, ranks_of
 from tests.slow import slow
 from trainer.runtime.process_group import set_timeout
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 from trainer.trainer import Trainer
 
 STEPS = 6
@@ -97,11 +97,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one_in_every_bit(
     assert [step["step"] for step in wanted] == list(range(1, STEPS + 1))
     arguments = (*SAVING, f"--checkpoint.async_mode={mode}")
     assert run(pool, tmp_path, layout, *arguments) == wanted
-    assert LocalStore(tmp_path / "checkpoint").steps() == [2, 4, 6]
+    assert Store(tmp_path / "checkpoint").steps() == [2, 4, 6]
     for left in (2, 4):
         forget(tmp_path, *range(left + 2, STEPS + 1, 2))
         assert run(pool, tmp_path, layout, *arguments) == wanted
-        assert LocalStore(tmp_path / "checkpoint").steps() == [2, 4, 6]
+        assert Store(tmp_path / "checkpoint").steps() == [2, 4, 6]
     assert run(pool, tmp_path, layout, *arguments) == wanted  # nothing is left to do
     assert not list(tmp_path.glob("checkpoint/*.tmp"))
     assert not list(tmp_path.glob("metrics.*.jsonl"))
@@ -179,7 +179,7 @@ def test_only_the_latest_are_kept(pool: WorkerPool, tmp_path: Path) -> None:
 
 def test_max_minutes_saves_before_it_stops(pool: WorkerPool, tmp_path: Path, uninterrupted) -> None:
     assert len(run(pool, tmp_path, "fsdp2", *SAVING, "--job.max_minutes=0.0001")) == 1
-    assert LocalStore(tmp_path / "checkpoint").steps() == [1]
+    assert Store(tmp_path / "checkpoint").steps() == [1]
     assert run(pool, tmp_path, "fsdp2", *SAVING) == uninterrupted("fsdp2")
 
 
@@ -222,7 +222,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
 ) -> None:
     arguments = [*layout_of("fsdp2")[1], "--checkpoint.enable"]
     assert pool.run(2, signalled_case, str(tmp_path), arguments, int(number)) == [(0, True)] * 2
-    assert LocalStore(tmp_path / "checkpoint").steps() == [2]
+    assert Store(tmp_path / "checkpoint").steps() == [2]
     assert len(logged(tmp_path)) == 2
     assert run(pool, tmp_path, "fsdp2", *SAVING) == uninterrupted("fsdp2")
 
@@ -304,7 +304,7 @@ def test_full_checkpoint(tmp_path: Path, whole_run: list[dict]) -> None:
         lines_of(out)[-1]
         == f"stopped by SIGTERM after step {stopped}; checkpoint saved: the same command resumes from it"
     )
-    assert LocalStore(tmp_path / "checkpoint").steps()[-1] == stopped
+    assert Store(tmp_path / "checkpoint").steps()[-1] == stopped
 
     process = launch(*LONG, f"--job.dump_folder={tmp_path}")
     wait_for_steps(tmp_path, stopped + 4, process)
@@ -321,7 +321,7 @@ def test_full_checkpoint(tmp_path: Path, whole_run: list[dict]) -> None:
     assert (process.returncode, err) == (0, "")
     assert any(line.startswith("resumed after step ") for line in lines_of(out))
     assert logged(tmp_path) == whole_run
-    assert LocalStore(tmp_path / "checkpoint").steps()[-1] == 24
+    assert Store(tmp_path / "checkpoint").steps()[-1] == 24
 
 
 @pytest.mark.slow
@@ -339,7 +339,7 @@ def test_torchrun_stops_in_good_order_too(tmp_path: Path) -> None:
     wait_for_steps(tmp_path, 2, process)
     process.terminate()
     process.communicate(timeout=60)
-    assert LocalStore(tmp_path / "checkpoint").steps()[-1] == len(logged(tmp_path)) < 24
+    assert Store(tmp_path / "checkpoint").steps()[-1] == len(logged(tmp_path)) < 24
 
 
 def test_a_bad_checkpoint_stops_before_anything_starts(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.distributed.pool import free_port
 from tests.integration.test_launch import QUICK, ROOT, environment, losses
 from tests.integration.test_launcher_killed import ranks_in
 from tests.slow import slow
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 
 # A launcher that prints its waiting line every second.
 QUICK_LINES = (
@@ -240,7 +240,7 @@ def test_a_batch_job_is_stopped_in_good_order(slurm: Path) -> None:
     assert job.returncode == 0, err
     steps = len(losses(out_folder))
     assert f"stopped by SIGTERM after step {steps}" in out
-    assert LocalStore(out_folder / "checkpoint").steps() == [steps]
+    assert Store(out_folder / "checkpoint").steps() == [steps]
     assert err.splitlines() == ["SIGTERM: stopping after this step; a second signal ends the run at once"]
     options = (slurm / "srun_arguments").read_text().splitlines()
     assert options[:2] == ["--cpus-per-task=64", "--kill-on-bad-exit=0"]

@@ -13,7 +13,7 @@ from tests.distributed.checkpoint_cases import main_case
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from trainer.checkpoint.verify import verify_step
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 
 CHECKPOINT = 7.2
 """MiB of a checkpoint of the tests' small model, about."""
@@ -50,12 +50,12 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_resumes(
     assert "the checkpoint of step 3 could not be written to " in message
     assert "the disk is full (" in message
     assert message.endswith("run the same command again, which resumes after step 2\n")
-    assert LocalStore(checkpoints).steps() == [1, 2]
+    assert Store(checkpoints).steps() == [1, 2]
     for step in (1, 2):
-        verify_step(LocalStore(checkpoints), step, None)
+        verify_step(Store(checkpoints), step, None)
     assert mount(small_disk, "-o", f"remount,size={8 * CHECKPOINT:.0f}M").returncode == 0
     assert [code for code, _ in pool.run(2, main_case, str(small_disk), arguments)] == [0, 0]
-    assert LocalStore(checkpoints).steps() == [1, 2, 3, 4, 5, 6]
+    assert Store(checkpoints).steps() == [1, 2, 3, 4, 5, 6]
     assert [line.split(",")[0] for line in (small_disk / "metrics.jsonl").read_text().splitlines()] == [
         f'{{"step": {step}' for step in range(1, 7)
     ]

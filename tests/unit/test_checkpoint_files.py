@@ -22,7 +22,7 @@ from trainer.checkpoint.weights import reader_of
 from trainer.config.errors import ConfigError
 from trainer.stores.folder import read_state
 from trainer.stores.state import RunState
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 
 TENSORS = {
     "model.a": torch.arange(1000, dtype=torch.float64),
@@ -34,14 +34,14 @@ TENSORS = {
 
 def save(folder: Path, content: dict, step: int = 3) -> Path:
     state = RunState(step, 0, {}, {0: {"samples": 1}}, {})
-    writer = Writer(LocalStore(folder), state, keep_latest_k=0)
+    writer = Writer(Store(folder), state, keep_latest_k=0)
     dcp.save(content, storage_writer=writer, no_dist=True)
-    return LocalStore(folder).step(step)
+    return Store(folder).step(step)
 
 
 def load(path: Path, content: dict | None = None) -> dict[str, torch.Tensor]:
     target = {name: torch.full_like(tensor, -1) for name, tensor in (content or TENSORS).items()}
-    folder = LocalStore(path.parent)
+    folder = Store(path.parent)
     reader = reader_of(folder, read_state(folder, 3))
     dcp.load(target, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
     return target
@@ -95,10 +95,10 @@ class Trap:
 
 def test_metadata_that_would_run_code_is_refused(tmp_path: Path):
     path = save(tmp_path, TENSORS)
-    state = replace(read_state(LocalStore(tmp_path), 3), sums={})
+    state = replace(read_state(Store(tmp_path), 3), sums={})
     (path / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     with pytest.raises(ConfigError, match=r"names \w+\.mkdir, which is no part of a checkpoint"):
-        reader_of(LocalStore(tmp_path), state)
+        reader_of(Store(tmp_path), state)
     assert not (tmp_path / "sprung").exists()
     load(save(tmp_path / "sound", TENSORS))
 
@@ -112,7 +112,7 @@ def test_an_entry_that_is_no_tensor_is_refused(tmp_path: Path):
 
 def test_metadata_that_names_other_files_is_refused(tmp_path: Path):
     path = save(tmp_path, TENSORS)
-    state = replace(read_state(LocalStore(tmp_path), 3), files={"another": 3})
+    state = replace(read_state(Store(tmp_path), 3), files={"another": 3})
     with pytest.raises(ValueError, match=r"__0_0\.distcp"):
         unpickled((path / ".metadata").read_bytes(), state)
     load(path)
@@ -120,13 +120,13 @@ def test_metadata_that_names_other_files_is_refused(tmp_path: Path):
 
 def test_a_flipped_bit_in_the_metadata_is_found(tmp_path: Path):
     path = save(tmp_path, TENSORS)
-    state, content = read_state(LocalStore(tmp_path), 3), (path / ".metadata").read_bytes()
+    state, content = read_state(Store(tmp_path), 3), (path / ".metadata").read_bytes()
     for place in range(0, 8 * len(content), 8 * len(content) // 50):
         flipped = bytearray(content)
         flipped[place // 8] ^= 1 << place % 8
         (path / ".metadata").write_bytes(flipped)
         with pytest.raises(ConfigError, match=r"cannot be read \(the check sum of \.metadata is wrong\)"):
-            reader_of(LocalStore(tmp_path), state)
+            reader_of(Store(tmp_path), state)
     (path / ".metadata").write_bytes(content)
     load(path)
 
@@ -135,12 +135,12 @@ def test_a_flipped_bit_in_the_metadata_is_found(tmp_path: Path):
 def test_metadata_may_fail_in_any_way(tmp_path: Path, error: type[Exception]):
     """An older checkpoint has no check sum of them."""
     save(tmp_path, TENSORS)
-    state = replace(read_state(LocalStore(tmp_path), 3), sums={})
+    state = replace(read_state(Store(tmp_path), 3), sums={})
     with (
         mock.patch.object(metadata._MetadataUnpickler, "load", side_effect=error("a reason")),
         pytest.raises(ConfigError, match=r"cannot be read \(a reason\)"),
     ):
-        reader_of(LocalStore(tmp_path), state)
+        reader_of(Store(tmp_path), state)
 
 
 def test_parts_that_lie_over_each_other_are_no_whole_tensor(tmp_path: Path):
@@ -156,7 +156,7 @@ def test_parts_that_lie_over_each_other_are_no_whole_tensor(tmp_path: Path):
     content["files"][".metadata"] = (path / ".metadata").stat().st_size
     (path / "state.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match=r"the parts of model\.a are not the whole of it"):
-        verify_step(LocalStore(tmp_path), 3, None)
+        verify_step(Store(tmp_path), 3, None)
 
 
 def test_files_are_on_the_disk_before_the_name(tmp_path: Path, monkeypatch):

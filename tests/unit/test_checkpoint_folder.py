@@ -19,7 +19,7 @@ from trainer.stores import store
 from trainer.stores.folder import check_fits, read_state, step_to_load
 from trainer.stores.kept import keep_latest, mark_best
 from trainer.stores.state import RunState, model_description, state_text, states_of
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 
 STREAM = {"epoch": 0, "document": 3, "token": 17, "samples": 5, "seed": 0, "data_streams": 64, "documents": 700}
 
@@ -36,7 +36,7 @@ def shape_of(config: JobConfig):
 def save(folder: Path, step: int, config: JobConfig | None = None) -> Path:
     """A checkpoint as far as files go: two of them, and the state."""
     config = config or JobConfig()
-    here = LocalStore(folder)
+    here = Store(folder)
     unfinished = here.unfinished(step)
     unfinished.mkdir(parents=True)
     contents = {".metadata": b"m" * 10, "__0_0.distcp": bytes(100 + step)}
@@ -59,11 +59,11 @@ def refused(config: JobConfig) -> str:
 
 def test_what_is_published_is_read_back(tmp_path: Path):
     save(tmp_path, 12)
-    state = read_state(LocalStore(tmp_path), 12)
+    state = read_state(Store(tmp_path), 12)
     assert (state.step, state.tokens_seen) == (12, 12000)
     assert state.streams == dict.fromkeys(range(64), STREAM)
     assert state.files == {".metadata": 10, "__0_0.distcp": 112}
-    assert not LocalStore(tmp_path).unfinished(12).exists()
+    assert not Store(tmp_path).unfinished(12).exists()
 
 
 def foreign(folder: Path) -> list[Path]:
@@ -84,14 +84,12 @@ def test_foreign_files_neither_crash_nor_count_nor_go(tmp_path: Path):
     others = foreign(tmp_path)
     for step in (1, 2, 3, 4, 5):
         save(tmp_path, step)
-        keep_latest(LocalStore(tmp_path), 2, step)
-        assert LocalStore(tmp_path).steps() == list(range(max(1, step - 1), step + 1))
-        LocalStore(tmp_path).remove_unfinished()
-    assert LocalStore(tmp_path).steps() == [4, 5]
+        keep_latest(Store(tmp_path), 2, step)
+        assert Store(tmp_path).steps() == list(range(max(1, step - 1), step + 1))
+        Store(tmp_path).remove_unfinished()
+    assert Store(tmp_path).steps() == [4, 5]
     own_files = {
-        path
-        for step in (4, 5)
-        for path in (LocalStore(tmp_path).step(step), *LocalStore(tmp_path).step(step).iterdir())
+        path for step in (4, 5) for path in (Store(tmp_path).step(step), *Store(tmp_path).step(step).iterdir())
     }
     assert sorted(set(tmp_path.rglob("*")) - own_files) == others
 
@@ -100,7 +98,7 @@ def test_a_name_that_is_taken_is_moved_aside(tmp_path: Path):
     foreign(tmp_path)
     for step in (7, 8, 11):
         save(tmp_path, step)
-        assert read_state(LocalStore(tmp_path), step).step == step
+        assert read_state(Store(tmp_path), step).step == step
     assert (tmp_path / "step-7.other1" / "notes.txt").read_text() == "mine"
     assert (tmp_path / "step-8.other1").read_text() == "mine"
     assert (tmp_path / "step-11.other1").is_symlink()
@@ -119,16 +117,16 @@ def test_an_interrupted_save_is_no_checkpoint_and_is_removed(tmp_path: Path, mon
         save(tmp_path, 2)
         monkeypatch.setattr(store.shutil, "rmtree", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            keep_latest(LocalStore(tmp_path), 1, 2)
-        assert LocalStore(tmp_path).steps() == [2]
+            keep_latest(Store(tmp_path), 1, 2)
+        assert Store(tmp_path).steps() == [2]
         monkeypatch.undo()
     else:
-        LocalStore(tmp_path).unfinished(2).mkdir()
-        (LocalStore(tmp_path).unfinished(2) / "__0_0.distcp").write_bytes(b"half")
+        Store(tmp_path).unfinished(2).mkdir()
+        (Store(tmp_path).unfinished(2) / "__0_0.distcp").write_bytes(b"half")
         if done == "state":
-            (LocalStore(tmp_path).unfinished(2) / "state.json").write_text((tmp_path / "step-1/state.json").read_text())
-        assert LocalStore(tmp_path).steps() == [1]
-    LocalStore(tmp_path).remove_unfinished()
+            (Store(tmp_path).unfinished(2) / "state.json").write_text((tmp_path / "step-1/state.json").read_text())
+        assert Store(tmp_path).steps() == [1]
+    Store(tmp_path).remove_unfinished()
     assert len(list(tmp_path.iterdir())) == 1
 
 
@@ -137,12 +135,12 @@ def test_retention_counts_up_to_the_one_just_written(tmp_path: Path):
     for step in (10, 20, 30, 40):
         save(tmp_path, step)
     save(tmp_path, 15)
-    keep_latest(LocalStore(tmp_path), 2, 15)
-    assert LocalStore(tmp_path).steps() == [10, 15, 20, 30, 40]
-    keep_latest(LocalStore(tmp_path), 1, 15)
-    assert LocalStore(tmp_path).steps() == [15, 20, 30, 40]
-    keep_latest(LocalStore(tmp_path), 0, 40)
-    assert LocalStore(tmp_path).steps() == [15, 20, 30, 40]
+    keep_latest(Store(tmp_path), 2, 15)
+    assert Store(tmp_path).steps() == [10, 15, 20, 30, 40]
+    keep_latest(Store(tmp_path), 1, 15)
+    assert Store(tmp_path).steps() == [15, 20, 30, 40]
+    keep_latest(Store(tmp_path), 0, 40)
+    assert Store(tmp_path).steps() == [15, 20, 30, 40]
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -150,10 +148,10 @@ def test_every_nth_step_stays(tmp_path: Path, k: int):
     """So do the best and the last k; the checkpoint just written is never removed."""
     for step in range(1, 12):
         save(tmp_path, step)
-        mark_best(LocalStore(tmp_path), step, 0.5 if step == 2 else None)
-        keep_latest(LocalStore(tmp_path), k, step, every=4)
+        mark_best(Store(tmp_path), step, 0.5 if step == 2 else None)
+        keep_latest(Store(tmp_path), k, step, every=4)
         others = {2, 4, 8} & {*range(1, step)}
-        assert LocalStore(tmp_path).steps() == sorted(others | {*range(max(1, step - k + 1), step + 1)})
+        assert Store(tmp_path).steps() == sorted(others | {*range(max(1, step - k + 1), step + 1)})
 
 
 def test_the_latest_or_the_one_asked_for(tmp_path: Path):
@@ -232,21 +230,21 @@ DAMAGE = {
 
 def test_a_flipped_bit_in_the_state_changes_nothing_silently(tmp_path: Path):
     path = save(tmp_path / "checkpoint", 4)
-    state, content = read_state(LocalStore(path.parent), 4), (path / "state.json").read_bytes()
+    state, content = read_state(Store(path.parent), 4), (path / "state.json").read_bytes()
     accepted = 0
     for place in range(0, 8 * len(content), 97):
         flipped = bytearray(content)
         flipped[place // 8] ^= 1 << place % 8
         (path / "state.json").write_bytes(flipped)
         try:
-            assert read_state(LocalStore(path.parent), 4) == state
+            assert read_state(Store(path.parent), 4) == state
             accepted += 1
         except ConfigError:
             pass
     assert accepted < 0.05 * len(content)  # white space may change
     (path / "state.json").write_bytes(content)
     changed()(path)
-    assert read_state(LocalStore(path.parent), 4) == state  # older checkpoints have no sum
+    assert read_state(Store(path.parent), 4) == state  # older checkpoints have no sum
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -289,7 +287,7 @@ def test_what_may_change(tmp_path: Path):
     save(tmp_path / "checkpoint", 4)
     changes = ["--training.seq_len=64", "--model.rope_theta=1e6", "--optimizer.lr=1e-4", "--training.steps=7"]
     config = configured(tmp_path, *changes)
-    check_fits(read_state(LocalStore(tmp_path / "checkpoint"), 4), config, replace(shape_of(config), max_seq_len=64))
+    check_fits(read_state(Store(tmp_path / "checkpoint"), 4), config, replace(shape_of(config), max_seq_len=64))
     resolve(config, 1)
 
 
@@ -303,7 +301,7 @@ def test_data_that_are_not_loaded_may_be_other_data(tmp_path: Path):
 
 def test_a_checkpoint_from_before_a_key_has_what_the_key_defaults_to(tmp_path: Path):
     save(tmp_path / "checkpoint", 4)
-    state = read_state(LocalStore(tmp_path / "checkpoint"), 4)
+    state = read_state(Store(tmp_path / "checkpoint"), 4)
     older = replace(state, model={key: x for key, x in state.model.items() if key != "attention_sinks"})
     config = configured(tmp_path)
     check_fits(older, config, shape_of(config))

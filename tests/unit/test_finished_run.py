@@ -19,7 +19,7 @@ from trainer.config.schema import Model
 from trainer.hugging_face.folder import HFFolder
 from trainer.runtime.dump_folder import save_configuration
 from trainer.stores.state import parse_state, state_text
-from trainer.stores.store import STATE_FILE, LocalStore
+from trainer.stores.store import STATE_FILE, Store
 
 LORA = "--lora.rank=2"
 
@@ -155,7 +155,7 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert b"evil" in content
     for file in files:
         file.write_bytes(content)
-    folder = LocalStore(tmp_path / "stranger" / "checkpoint")
+    folder = Store(tmp_path / "stranger" / "checkpoint")
     state = parse_state(folder.read(folder.step(3) / STATE_FILE), 3)
     sizes = {**state.files, "config.toml": len(content)}
     state = replace(state, files=sizes, sums={**state.sums, "config.toml": zlib.crc32(content)})

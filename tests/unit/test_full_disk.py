@@ -23,11 +23,11 @@ import torch, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from trainer.checkpoint.dcp_files import Writer
 from trainer.stores.state import RunState
-from trainer.stores.store import LocalStore
+from trainer.stores.store import Store
 from trainer.config.writable import full_disk
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
-writer = Writer(LocalStore(Path(sys.argv[1])), RunState(1, 0, {}, {}, {}), keep_latest_k=0)
+writer = Writer(Store(Path(sys.argv[1])), RunState(1, 0, {}, {}, {}), keep_latest_k=0)
 try:
     dcp.save({"x": torch.zeros(1 << 20)}, storage_writer=writer, no_dist=True)
 except CheckpointException as error:

@@ -25,7 +25,7 @@ from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.job import resolve
 from trainer.job.summary import summary
 
-pytestmark = pytest.mark.about("trainer/data/data_set.py", "trainer/job/data.py")
+pytestmark = pytest.mark.about("trainer/job/data.py")
 
 KEYS = ("tokens", "labels", "positions", "document_ids")
 WEIGHTS = (0.6, 0.1, 0.3)

@@ -26,11 +26,12 @@ from pathlib import Path
 
 from trainer.commands.options import Parser
 from trainer.commands.start import parse
+from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.job_data import all_data
 from trainer.data.sources.records import HubData
-from trainer.data.sources.registry import DATASETS, DataSettings
+from trainer.data.sources.registry import DATASETS, HUB, DataSettings
 from trainer.data.token_files.catalog import catalog_of
 from trainer.data.token_files.inputs import Inputs
 from trainer.data.token_files.made import noted, tokenize
@@ -65,9 +66,10 @@ def into_folder(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--processes {args.processes} and --shard-mb {args.shard_mb} must be at least 1; leave them out"
         )
-    if args.hub and (args.path or args.dataset != "jsonl"):
+    if args.hub and (args.path or args.dataset not in ("jsonl", *CONVERSATIONS)):
         raise ConfigError(
-            f"--hub {args.hub} has its own files and format; leave out --path and --dataset"
+            f"--hub {args.hub} has its own files and format; leave out --path and --dataset, or write --dataset "
+            f"{' or '.join(CONVERSATIONS)} for conversations"
         )
     folder = Path(args.output)
     log = partial(print, flush=True)
@@ -78,10 +80,12 @@ def into_folder(args: argparse.Namespace) -> None:
     if args.hub:
         data = HubData(args.hub, args.hub_config, args.split, args.hub_revision)
         # An interrupted run has noted its revision; continue with the same one.
-        before = HubData.of(noted(folder).get("path") or data.path)
+        before = HubData.of(noted(folder).get("path", data.path).removeprefix(HUB))
         goes_on = before.revision and replace(before, revision=data.revision) == data
         data = before if goes_on else data.pinned()
-        settings = replace(settings, dataset="hub", path=data.path)
+        has_messages = args.dataset in CONVERSATIONS
+        kind = args.dataset if has_messages else "hub"
+        settings = replace(settings, dataset=kind, path=HUB * has_messages + data.path)
         log(f"{data}: {data.shards} shards of revision {data.revision}")
     try:
         tokenize(

@@ -228,7 +228,7 @@ class Training:
     dataset: str = "python_stdlib"
     """python_stdlib (Python's own sources), text, jsonl, chat, preferences, hub, tokens, or one of job.imports."""
     dataset_path: str | None = None
-    """File, folder or glob; tokens: files of `lct tokenize`; hub: NAME:CONFIG:SPLIT; python_stdlib: none."""
+    """File, folder or glob; tokens: files of `lct tokenize`; hub: NAME:CONFIG:SPLIT; chat: also hub://NAME."""
     dataset_text_field: str = key("text", when=_LINES)
     """Field of a line of jsonl that holds the text."""
     on_bad_record: Literal["stop", "skip"] = key("stop", when=TOKENS)

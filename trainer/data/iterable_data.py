@@ -309,7 +309,7 @@ class IterableDocuments:
 
 @dataclass(frozen=True)
 class IterableData:
-    """The documents of an iterable, and how they are packed; see `DataSet`."""
+    """The documents of an iterable, and how they are packed; see `TextData`."""
 
     settings: DataSettings
     packing: str

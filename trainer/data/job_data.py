@@ -7,8 +7,7 @@ from contextlib import suppress
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import MissingFile
 from trainer.config.schema import JobConfig
-from trainer.data.data_set import DataSet
-from trainer.data.mixture import Mixture
+from trainer.data.mixture import DataSet, Mixture
 from trainer.data.sources.files import DataKeys, cache_folder
 from trainer.data.sources.registry import DataSettings, files_of, source_of
 from trainer.data.text_data import TextData

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple, Protocol, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from longshard.context.planning.options import BatchPlan
 from longshard.sharding.tensors import content_hash
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Training
-from trainer.data.data_set import DataSet, Items, SampleStream
+from trainer.data.mixture import DataSet
 from trainer.data.order.stream_loader import StreamLoader
 from trainer.data.packing import PackedSequence
 from trainer.observer import Positions
@@ -110,7 +110,7 @@ class BatchLoader(StreamLoader):
         """
         return self._data.streams_with_text(data_streams, self._seed)
 
-    def streams_of(self, items: Items, data_streams: int) -> Mapping[int, SampleStream]:
+    def streams_of(self, items: Any, data_streams: int) -> dict[int, Any]:
         """Return the streams of this rank by number, at their beginning.
 
         Args:
@@ -121,7 +121,7 @@ class BatchLoader(StreamLoader):
             items, self._training.seq_len, data_streams, self._seed, self._rank, self._degree
         )
 
-    def describe(self, items: Items) -> dict[str, int]:
+    def describe(self, items: Any) -> dict[str, int]:
         """Return everything else that the meaning of a position depends on.
 
         Args:
@@ -129,7 +129,7 @@ class BatchLoader(StreamLoader):
         """
         return self._data.describe(items, self._training.seq_len)
 
-    def items_of(self, saved: Mapping[str, Any]) -> Items:
+    def items_of(self, saved: Mapping[str, Any]) -> Any:
         """Return how many documents a resumed run reads.
 
         Args:
@@ -180,24 +180,6 @@ def batch_hash(batch: Mapping[str, Any]) -> int:
 # ---- batches that are made while the device works
 
 
-class Loader(Protocol):
-    """Endless batches of one data-parallel rank, with a position that is saved; see loader.py and fields.py."""
-
-    epoch: float
-
-    def __iter__(self) -> Any: ...
-
-    def state_dict(self) -> dict[int, dict[str, int]]:
-        """Return the state of each stream of this rank."""
-
-    def load_state_dict(self, states: Positions) -> None:
-        """Resume from a state.
-
-        Args:
-            states: The state of each stream.
-        """
-
-
 class _Step(NamedTuple):
     """The batches of one step, or the error of making them; the loader's state and epoch before."""
 
@@ -218,7 +200,10 @@ class BatchesAhead:
     """
 
     def __init__(
-        self, loader: Loader, number: int, prepare: Callable[[dict[str, Any]], dict[str, Any]]
+        self,
+        loader: StreamLoader,
+        number: int,
+        prepare: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
         self._loader = loader
         self._number = number

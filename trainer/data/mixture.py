@@ -21,10 +21,10 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents
-from trainer.data.data_set import DataSet, SampleStream
 from trainer.data.order.stream_loader import AGAIN
-from trainer.data.order.streams import StreamState
+from trainer.data.order.streams import ItemStream, StreamState
 from trainer.data.packing import PackedSequence
+from trainer.data.text_data import TextData
 from trainer.observer import Positions
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
@@ -71,7 +71,7 @@ class MixtureStream:
         samples: Number of samples that it has returned.
     """
 
-    parts: Mapping[str, SampleStream]
+    parts: Mapping[str, ItemStream]
     ends: Sequence[int]
     stream: int
     data_streams: int
@@ -118,9 +118,9 @@ class MixtureStream:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Data sets by name, and the weight of each; see `DataSet`."""
+    """Data sets by name, and the weight of each; see `TextData`."""
 
-    parts: Mapping[str, DataSet]
+    parts: Mapping[str, TextData]
     weights: Sequence[float]
 
     @property
@@ -129,7 +129,7 @@ class Mixture:
         return tuple(part.items for part in self.parts.values())
 
     def check(self, data_streams: int | None, seed: int = 0) -> None:
-        """Check that every stream has a document of every source; see `DataSet.check`.
+        """Check that every stream has a document of every source; see `TextData.check`.
 
         Args:
             data_streams: The configured number of streams, None for the default.
@@ -159,7 +159,7 @@ class Mixture:
     def streams(
         self, items: tuple[int, ...], seq_len: int, data_streams: int, *how: int
     ) -> dict[int, MixtureStream]:
-        """Return the streams that a data-parallel rank reads, by number; see `DataSet.streams`.
+        """Return the streams that a data-parallel rank reads, by number; see `TextData.streams`.
 
         Args:
             items: Number of documents of each source.
@@ -219,6 +219,10 @@ class Mixture:
             for name, part in self.parts.items()
             for content in part.contents().values()
         }
+
+
+DataSet = TextData | Mixture
+"""Documents, and how streams pack them into sequences. `IterableData` has the same methods."""
 
 
 def positions_of(states: Positions, names: Sequence[str]) -> list[tuple[float, float]]:

@@ -118,7 +118,8 @@ def check_chat(config: JobConfig) -> None:
                 "validation.dataset = 'chat' needs training.attention_mask = 'document', so that conversations in one "
                 "sequence do not see each other; set it, or train on 'chat' as well"
             )
-    chats = [source for source in sources if source.dataset in CONVERSATIONS]
+    # the first start reads the hub, and later ones need no network
+    chats = [source for source in sources if source.dataset in CONVERSATIONS and not source.hub]
     template = (
         find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
         if chats
@@ -150,7 +151,7 @@ def conversation_notes(config: JobConfig) -> list[str]:
     number = 0
     started = time.monotonic()
     for source in training_data(config):
-        if source.dataset not in CONVERSATIONS:
+        if source.dataset not in CONVERSATIONS or source.hub:
             continue
         encoder = ConversationEncoder.of(source.tokenizer, source.chat_template, source.chat)
         conversations = filter(None, all_documents(replace(source, skips=True)))

@@ -5,7 +5,7 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.writable import is_address
 from trainer.stores.remote_store import RemoteStore
-from trainer.stores.store import STATE_FILE, STEP_NAME, LocalStore, Store, reason_of
+from trainer.stores.store import STATE_FILE, STEP_NAME, Store, reason_of
 
 
 def store_of(key: str, address: str) -> Store:
@@ -20,7 +20,7 @@ def store_of(key: str, address: str) -> Store:
         ConfigError: This kind of address does not exist.
     """
     if not is_address(address):
-        return LocalStore(Path(address))
+        return Store(Path(address))
     kind, _, name = address.partition("://")
     if kind == "memory":
         raise ConfigError(

@@ -7,9 +7,8 @@ import errno
 import os
 import re
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Union
@@ -31,16 +30,19 @@ _UNFINISHED = re.compile(r"step-[1-9]\d*\.tmp")
 STEP_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
 
-class Store(ABC):
-    """A folder of checkpoints. Its methods raise an OSError for everything that the file system or the store refuses.
+class Store:
+    """A folder of checkpoints of a file system. A save writes to step-N.tmp, and one rename makes it the checkpoint.
+
+    Methods raise an OSError for everything that the file system refuses. `RemoteStore` overrides
+    what a remote store does otherwise.
 
     Args:
         path: The folder.
     """
 
-    remedy: str
+    remedy = "name a folder that can"
     """What a user can do if the folder cannot be read or written."""
-    unreachable: type[ConfigError]
+    unreachable: type[ConfigError] = ConfigError
     """The error for a folder that cannot be read."""
 
     def __init__(self, path: Place) -> None:
@@ -75,106 +77,6 @@ class Store(ABC):
         """
         with self.open(file, "wb") as stream:
             stream.write(content)
-
-    @abstractmethod
-    def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in order; an empty list if there is no such folder."""
-
-    @abstractmethod
-    def sizes(self, step: int) -> dict[str, int]:
-        """Return name and bytes of every file of a step; empty if there is no such step.
-
-        Args:
-            step: Number of the step.
-        """
-
-    @abstractmethod
-    def open(self, file: Place, mode: str) -> AbstractContextManager[IO[bytes]]:
-        """Enter a context with a file. A written file appears at the end, synced.
-
-        Args:
-            file: The file.
-            mode: "rb" to read, "wb" to write.
-
-        Returns:
-            A context that yields the open file.
-        """
-
-    @abstractmethod
-    def part(self, stream: IO[bytes], start: int, length: int) -> IO[bytes]:
-        """Return a part of an open file as a file.
-
-        Args:
-            stream: The open file.
-            start: First byte.
-            length: Number of bytes.
-        """
-
-    @abstractmethod
-    def remove_file(self, file: Place) -> None:
-        """Remove a file.
-
-        Args:
-            file: The file.
-        """
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Make the folder and check that it can be written to; remove the files of interrupted saves.
-
-        Raises:
-            ConfigError: An object of somebody else in a store has the name of a checkpoint.
-        """
-
-    @abstractmethod
-    def unfinished(self, step: int) -> Place:
-        """Return the path where the files of a step are written before it is published.
-
-        Args:
-            step: Number of the step.
-        """
-
-    @abstractmethod
-    def begin(self, step: int) -> str:
-        """Claim the place of a step before any rank writes.
-
-        Args:
-            step: Number of the step.
-
-        Returns:
-            The beginning of the names of its files.
-        """
-
-    @abstractmethod
-    def publish(self, step: int, state: bytes, claim: str) -> None:
-        """Make the files in `unfinished` the checkpoint of a step.
-
-        Args:
-            step: Number of the step.
-            state: The content of `state.json`.
-            claim: See `begin`.
-
-        Raises:
-            OSError: It cannot be written, or another job has claimed it.
-        """
-
-    @abstractmethod
-    def remove(self, step: int) -> None:
-        """Remove a checkpoint. A half removed checkpoint does not look like a checkpoint.
-
-        Args:
-            step: Number of the step.
-        """
-
-    @abstractmethod
-    def remove_unfinished(self) -> None:
-        """Remove the files of interrupted saves and removals."""
-
-
-class LocalStore(Store):
-    """A folder of a file system. A save writes to step-N.tmp, and one rename makes it the checkpoint."""
-
-    remedy, unreachable = "name a folder that can", ConfigError
 
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in order."""
@@ -250,10 +152,13 @@ class LocalStore(Store):
         return self.path / f"step-{step}.tmp"
 
     def begin(self, step: int) -> str:
-        """Return the beginning of the names of files. A folder needs no claim.
+        """Claim the place of a step before any rank writes. A folder needs no claim.
 
         Args:
             step: Number of the step.
+
+        Returns:
+            The beginning of the names of its files.
         """
         return "__"
 

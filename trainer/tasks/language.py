@@ -23,7 +23,7 @@ from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
 from trainer.data.contents import QUICK, lacking_parts, summary
 from trainer.data.job_data import open_training_data, training_data
-from trainer.data.loader import BatchLoader, Loader, TextBatch, batch_hash
+from trainer.data.loader import BatchLoader, TextBatch, batch_hash
 from trainer.data.packing import NO_POSITION
 from trainer.data.token_files.catalog import catalog_of
 from trainer.job.record import ResolvedJob
@@ -80,7 +80,7 @@ class LanguageTask:
             )
             self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
 
-    def build_loader(self) -> Loader:
+    def build_loader(self) -> BatchLoader:
         """Return the loader of this rank's share of the data. A collective over all ranks."""
         how = {"plan": self.batch_planner}
         if self.job.balances:
@@ -92,7 +92,7 @@ class LanguageTask:
             }
         return raise_on_all_ranks(lambda: self.open_loader(**how), self.dims["world"])
 
-    def open_loader(self, **how: Callable | None) -> Loader:
+    def open_loader(self, **how: Callable | None) -> BatchLoader:
         """Return the loader of this rank's batches. A collective over all ranks.
 
         The first rank logs a summary if the data set is small.

@@ -12,7 +12,7 @@ import torch
 
 from longshard.sharding.exchange import all_gather, has_peers
 from trainer.components.step_outcome import TrainingError
-from trainer.data.loader import Loader
+from trainer.data.order.stream_loader import StreamLoader
 from trainer.models.model_spec import Model
 from trainer.observer import Observer
 from trainer.parallel.parallel_dims import ParallelDims
@@ -51,7 +51,7 @@ class Task(Protocol):
     loaded.
     """
 
-    def build_loader(self) -> Loader:
+    def build_loader(self) -> StreamLoader:
         """Return the loader of this rank's share of the data."""
 
     def observers(self) -> Sequence[Observer]:

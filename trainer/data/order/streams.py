@@ -18,7 +18,7 @@ merge into one dict, from which any number of ranks can resume.
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import gcd
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -91,50 +91,6 @@ def streams_with_text(has_text: np.ndarray, data_streams: int, seed: int) -> int
     return data_streams
 
 
-class Order(Protocol):
-    """The items of one stream, in the order of each epoch.
-
-    Attributes:
-        stream: The number of the stream.
-    """
-
-    stream: int
-
-    def __len__(self) -> int: ...
-
-    def item(self, epoch: int, place: int) -> Any:
-        """Return the item at a place.
-
-        Args:
-            epoch: The number of the epoch.
-            place: The place in its order.
-        """
-
-    def passes(self, epoch: int, place: int) -> float:
-        """Return the passes over the items before a place; the item at the place does not count.
-
-        Args:
-            epoch: The number of the epoch.
-            place: The place in its order.
-        """
-
-    def restart(self, epoch: int, state: Mapping[str, Any]) -> None:
-        """Go to a position.
-
-        Args:
-            epoch: The number of the epoch.
-            state: The state of the stream; empty for the beginning.
-        """
-
-    def state(self, epoch: int, oldest: int) -> StreamState:
-        """Return the entries that `restart` needs in addition to the place.
-
-        Args:
-            epoch: The number of the epoch.
-            oldest: The lowest place that is still to be read.
-        """
-
-
 class Shuffled:
     """Items in an order that depends on seed, stream and epoch.
 
@@ -166,7 +122,7 @@ class Shuffled:
         return int(self._items[self._order[place]])
 
     def passes(self, epoch: int, place: int) -> float:
-        """Return the passes over the items before a place.
+        """Return the passes over the items before a place; the item at the place does not count.
 
         Args:
             epoch: The number of the epoch.
@@ -183,13 +139,17 @@ class Shuffled:
         """
 
     def state(self, epoch: int, oldest: int) -> StreamState:
-        """Return no entries.
+        """Return the entries that `restart` needs in addition to the place: none.
 
         Args:
             epoch: The number of the epoch.
             oldest: The lowest place that is still to be read.
         """
         return {}
+
+
+Order = Any
+"""The items of one stream, in the order of each epoch: a `Shuffled`, or like one."""
 
 
 class ItemStream:

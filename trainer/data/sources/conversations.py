@@ -30,6 +30,9 @@ from trainer.data.tokenizers.chat_messages import (
 from trainer.data.tokenizers.tokenizer import replace_surrogates
 
 ANSWER_KEYS = ("answer", "completion", "response")
+COLUMNS = ("messages", "conversations", "system", "prompt", *ANSWER_KEYS)
+COLUMNS += ("chosen", "rejected", "tools", "chat_template_kwargs")
+"""Keys of a line, or columns of a table, that are read."""
 _SHARE_GPT = {
     "human": "user",
     "gpt": "assistant",

@@ -8,10 +8,10 @@ Parquet's pages. Data sets of the hub are streamed file by file, by `datasets`. 
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -97,14 +97,69 @@ def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
     Raises:
         ConfigError: The file cannot be read to its end, lacks the column, or needs pyarrow.
     """
-    parquet = package("pyarrow.parquet", file)
+    with reading(file), _parquet(file) as table:
+        check_column(name, table.schema_arrow.names, file)
+        for row, where in _rows(table, [name], file):
+            yield text_of_row(row[name], name, where)
+
+
+def lines_of_rows(file: str, names: Sequence[str]) -> Iterator[tuple[bytes, Where]]:
+    """Yield the rows of a Parquet file as lines of JSON, see `line_of_row`.
+
+    Args:
+        file: The file.
+        names: The columns. A column that the file lacks is null.
+
+    Raises:
+        ConfigError: The file cannot be read to its end, or needs pyarrow.
+    """
+    with reading(file), _parquet(file) as table:
+        for row, where in _rows(table, names, file):
+            yield line_of_row(names, row, where)
+
+
+def line_of_row(
+    names: Sequence[str], row: Mapping[str, Any], where: str
+) -> tuple[bytes, Where]:
+    """Return a row as a line of JSON, with a function that returns its place. A type that JSON lacks makes it empty.
+
+    Fields of null are left out: Arrow writes null for a field that only other rows have.
+
+    Args:
+        names: The columns.
+        row: The values, by column.
+        where: The row, for messages.
+    """
+    content = b""
+    with suppress(TypeError, ValueError):
+        fields = _without_nulls({name: row.get(name) for name in names})
+        content = json.dumps(fields, ensure_ascii=False).encode()
+    return content, lambda: where
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
+
+
+def _parquet(file: str) -> Any:
+    return package("pyarrow.parquet", file).ParquetFile(file, page_checksum_verification=True)
+
+
+def _rows(table: Any, names: Sequence[str], file: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the rows of an open Parquet file with their places. Columns of a row that is not UTF-8 are bytes."""
     numbers = count()
-    with reading(file), parquet.ParquetFile(file, page_checksum_verification=True) as rows:
-        check_column(name, rows.schema_arrow.names, file)
-        for batch in rows.iter_batches(batch_size=1024, columns=[name]):
-            # Arrow also reads a struct "a" with a field "b", for the column "a.b".
-            for value, number in zip(_values(batch.column(name)), numbers, strict=False):
-                yield text_of_row(value, name, f"{file}, row {number}")
+    columns = [name for name in names if name in table.schema_arrow.names]
+    # Arrow also reads a struct "a" with a field "b", for the column "a.b".
+    for batch in table.iter_batches(batch_size=1024, columns=columns):
+        for i in range(batch.num_rows):
+            where = f"{file}, row {next(numbers)}"
+            try:
+                (row,) = batch.slice(i, 1).to_pylist()
+            except UnicodeDecodeError:
+                row = dict.fromkeys(columns, b"")
+            yield row, where
 
 
 def text_of_file(file: str) -> str | BadRecord:
@@ -211,19 +266,6 @@ def _lines_before(file: str, place: int) -> int:
     return number
 
 
-def _values(column: Any) -> Iterator[Any]:
-    """Yield the values of a column of Arrow. A text that is not UTF-8 comes as its bytes, where Arrow would stop."""
-    types = package("pyarrow.types", "")
-    if types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    is_text = types.is_string(column.type) or types.is_large_string(column.type)
-    for value in (column.cast("large_binary") if is_text else column).to_pylist():
-        try:
-            yield value.decode() if is_text and value is not None else value
-        except UnicodeDecodeError:
-            yield value
-
-
 # ---- the Hugging Face hub
 
 _ANSWER_SECONDS = 3.0
@@ -313,10 +355,7 @@ class HubData:
         return self._rows.num_shards
 
     def texts(self, shard: int, name: str) -> Iterator[str | BadRecord]:
-        """Yield the texts in one column of a shard.
-
-        The packages repeat failed requests for some minutes. After a row that they cannot convert, nothing of the shard
-        can be read: one `BadRecord` replaces all these rows.
+        """Yield the texts in one column of a shard; see `lines`.
 
         Args:
             shard: The number of the shard.
@@ -325,11 +364,37 @@ class HubData:
         Raises:
             ConfigError: The hub no longer answers, or the shard is damaged or lacks the column.
         """
+
+        def text(row: Mapping[str, Any], where: str) -> str | BadRecord:
+            check_column(name, list(row), str(self))
+            return text_of_row(row[name], name, where)
+
+        return self._records(shard, text)
+
+    def lines(
+        self, shard: int, names: Sequence[str]
+    ) -> Iterator[tuple[bytes, Where] | BadRecord]:
+        """Yield the rows of a shard as lines of JSON, see `line_of_row`.
+
+        The packages repeat failed requests for some minutes. After a row that they cannot convert, nothing of the shard
+        can be read: one `BadRecord` replaces all these rows.
+
+        Args:
+            shard: The number of the shard.
+            names: The columns.
+
+        Raises:
+            ConfigError: The hub no longer answers, or the shard is damaged.
+        """
+        return self._records(shard, partial(line_of_row, names))
+
+    def _records(
+        self, shard: int, read: Callable[[Mapping[str, Any], str], Any]
+    ) -> Iterator[Any]:
         number = -1
         try:
             for number, row in enumerate(self._rows.shard(self.shards, shard)):
-                check_column(name, list(row), str(self))
-                yield text_of_row(row[name], name, f"{self}, shard {shard}, row {number}")
+                yield read(row, f"{self}, shard {shard}, row {number}")
         except ConfigError:
             raise
         except (ValueError, TypeError, NotImplementedError) as error:

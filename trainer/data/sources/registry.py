@@ -6,21 +6,23 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, pairwise, starmap
+from itertools import islice, pairwise
 from typing import Any
 
+from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import Chat, Model, Training
-from trainer.data.sources.conversations import conversation, preference
+from trainer.data.sources.conversations import COLUMNS, conversation, preference
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
 from trainer.data.sources.records import (
-    COMPRESSED,
     STREAMED,
     BadRecord,
     HubData,
     Tally,
+    Where,
     lines_of,
+    lines_of_rows,
     rows_of,
     text_of_file,
     text_of_line,
@@ -32,6 +34,8 @@ from trainer.grouping import grouped
 _MODEL = Model()
 _TRAINING = Training()
 _CHAT = Chat()
+HUB = "hub://"
+"""Beginning of the path of conversations that lie on the Hugging Face hub."""
 _WHOLE = 1 << 62  # more bytes than a file has: each file is one part
 
 
@@ -41,7 +45,7 @@ class DataSettings:
 
     Attributes:
         dataset: The kind of data.
-        path: File, folder or glob; for the hub NAME[:CONFIGURATION[:SPLIT]][@REVISION].
+        path: File, folder or glob; for the hub NAME[:CONFIGURATION[:SPLIT]][@REVISION], for conversations after HUB.
         tokenizer: The file of the tokenizer.
         chat_template: The file of the chat template; None for the tokenizer's.
         text_field: The field of a line of JSON, or the column, with the text.
@@ -82,6 +86,14 @@ class DataSettings:
         skips = training.on_bad_record == "skip"
         return cls(dataset, path, tokenizer, model.chat_template, field, skips, **others)
 
+    @property
+    def hub(self) -> str:
+        """The name of the data set on the Hugging Face hub, see `HubData.of`; empty if the data are elsewhere."""
+        path = self.path or ""
+        if self.dataset in CONVERSATIONS and path.startswith(HUB):
+            return path.removeprefix(HUB)
+        return path if self.dataset == "hub" else ""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -119,7 +131,6 @@ class Source:
         documents: From (settings, part) to the documents of a part in order, with a `BadRecord` instead of a bad one.
         encoder: From the settings to a function that makes token ids of a document.
         own_files: Returns the files of a data set without a path.
-        check: The check before the job starts, instead of reading the first document.
         token_files: Whether the files have token ids.
         iterable: The place of the function that opens an iterable, which has no files; see `register_iterable`.
     """
@@ -129,7 +140,6 @@ class Source:
     documents: Callable[[DataSettings, Part], Iterator[Any]] | None = None
     encoder: Callable[[DataSettings], Callable[[Any], Encoded]] = _encoder_of_texts
     own_files: Callable[[], Sequence[str]] | None = None
-    check: Callable[[DataSettings], object] | None = None
     token_files: bool = False
     iterable: str = ""
 
@@ -164,7 +174,7 @@ def files_of(settings: DataSettings) -> list[str]:
             else "the data set's name"
         )
         raise ConfigError(f"{keys.dataset} = {name!r} needs {keys.path}; give {needed}")
-    if not source.endings:
+    if settings.hub or not source.endings:
         return []
     others = {
         end: other for other, source in reversed(DATASETS.items()) for end in source.endings
@@ -257,8 +267,9 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
         if settings.path
         else f"{keys.dataset} = {settings.dataset!r}"
     )
-    if source.check is not None:
-        source.check(settings)
+    if settings.hub:
+        HubData.of(settings.hub)
+    if settings.hub or source.iterable:
         return
     parts = source.parts(settings, files, _WHOLE)
     documents = (document for part in parts for document in source.documents(settings, part))
@@ -304,7 +315,9 @@ def _groups_of_files(_: DataSettings, files: Sequence[str], size: int) -> list[P
     ]
 
 
-def _ranges_of_lines(_: DataSettings, files: Sequence[str], size: int) -> list[Part]:
+def _parts_of_lines(settings: DataSettings, files: Sequence[str], size: int) -> list[Part]:
+    if settings.hub:
+        return [Part((settings.path,), 0, i) for i in range(HubData.of(settings.hub).shards)]
     parts = []
     for file in files:
         whole = os.path.getsize(file)
@@ -336,12 +349,30 @@ def _lines(settings: DataSettings, part: Part) -> Iterator[Any]:
     )
 
 
-def _conversations_read_by(read: Callable[[Iterable[Any]], Iterator[Any]]) -> Source:
-    """Return a kind of data set whose lines have messages. `read` turns lines with their places into documents."""
+def _rows_as_lines(
+    settings: DataSettings, part: Part
+) -> Iterator[tuple[bytes, Where] | BadRecord]:
+    file = part.files[0]
+    if settings.hub:
+        return HubData.of(settings.hub).lines(part.start, COLUMNS)
+    if file.endswith(".parquet"):
+        return lines_of_rows(file, COLUMNS)
+    return lines_of(file, part.start, part.stop)
+
+
+def _conversations_read_by(
+    read: Callable[[bytes, Where], Iterable[Any]], sides: int = 1
+) -> Source:
+    """Return a kind of data set whose lines have messages. `read` turns a line into documents, one for each side."""
+
+    def documents(settings: DataSettings, part: Part) -> Iterator[Any]:
+        for line in _rows_as_lines(settings, part):
+            yield from (line, "")[:sides] if isinstance(line, BadRecord) else read(*line)
+
     return Source(
-        (".jsonl", *COMPRESSED),
-        _ranges_of_lines,
-        lambda _, part: read(lines_of(part.files[0], part.start, part.stop)),
+        (".jsonl", *STREAMED),
+        _parts_of_lines,
+        documents,
         lambda settings: (
             ConversationEncoder.of(
                 settings.tokenizer, settings.chat_template, settings.chat
@@ -355,20 +386,15 @@ DATASETS: Registry[Source] = Registry(
     {
         "python_stdlib": Source((), _groups_of_files, _texts, own_files=stdlib_files),
         "text": Source((".txt",), _groups_of_files, _texts),
-        "jsonl": Source((".jsonl", *STREAMED), _ranges_of_lines, _lines),
-        "chat": _conversations_read_by(lambda lines: starmap(conversation, lines)),
-        "preferences": _conversations_read_by(
-            lambda lines: chain.from_iterable(starmap(preference, lines))
-        ),
+        "jsonl": Source((".jsonl", *STREAMED), _parts_of_lines, _lines),
+        "chat": _conversations_read_by(lambda *line: [conversation(*line)]),
+        "preferences": _conversations_read_by(preference, sides=2),
         "hub": Source(
             (),
-            lambda settings, *_: [
-                Part((settings.path,), 0, i) for i in range(HubData.of(settings.path).shards)
-            ],
-            lambda settings, part: HubData.of(settings.path).texts(
+            _parts_of_lines,
+            lambda settings, part: HubData.of(settings.hub).texts(
                 part.start, settings.text_field
             ),
-            check=lambda settings: HubData.of(settings.path),
         ),
         "tokens": Source((".idx",), token_files=True),
     },

@@ -53,7 +53,7 @@ class Inputs:
         Raises:
             ConfigError: Data, tokenizer or template cannot be read, or there is no text.
         """
-        if settings.dataset == "hub":
+        if settings.hub:
             return cls(settings, (), [hash_of(settings.path)], made_by(settings))
         files = files_of(settings)
         if not files:
@@ -91,7 +91,7 @@ class Inputs:
             "dataset": self.settings.dataset,
             "shard_bytes": shard_bytes,
         }
-        names |= {"path": self.settings.path} if self.settings.dataset == "hub" else {}
+        names |= {"path": self.settings.path} if self.settings.hub else {}
         if self.settings.dataset in CONVERSATIONS:
             names |= {"labels": LABELS, "template": template_hash(self.settings)}
         return names | {

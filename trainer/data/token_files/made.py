@@ -97,13 +97,14 @@ def described(settings: DataSettings, size: int) -> str:
 
 def _pinned(settings: DataSettings) -> DataSettings:
     """Return the settings with the hub's revision of the first run. Later runs need no network."""
-    path = settings.path or ""
-    if settings.dataset != "hub" or HubData.of(path).revision:
+    hub = settings.hub
+    if not hub or HubData.of(hub).revision:
         return settings
-    note = cache_folder() / "hub" / f"{hash_of(path):016x}"
+    note = cache_folder() / "hub" / f"{hash_of(hub):016x}"
     if not note.exists():
-        write_whole(note, HubData.of(path).pinned().path.encode())
-    return replace(settings, path=note.read_text(encoding="utf-8"))
+        write_whole(note, HubData.of(hub).pinned().path.encode())
+    pinned = settings.path.removesuffix(hub) + note.read_text(encoding="utf-8")
+    return replace(settings, path=pinned)
 
 
 def tokenize(
