@@ -150,9 +150,16 @@ CHECKPOINTS = (
     Mutant(
         "every rank reads the headers of a Hugging Face folder",
         "trainer/checkpoint/weights.py",
-        "once(lambda: HFReader(start, tensors).headers)",
-        "HFReader(start, tensors).headers",
+        "once(lambda: HFReader(folder, model).headers)",
+        "HFReader(folder, model).headers",
         "tests/distributed/test_hugging_face.py::test_a_rank_reads_what_it_holds",
+    ),
+    Mutant(
+        "B of peft's adapters is read in the layout there",
+        "trainer/checkpoint/peft_table.py",
+        'return HFTensor(f"{there}lora_A.weight"), replace(hf, name=f"{there}lora_B.weight")',
+        'return HFTensor(f"{there}lora_A.weight"), HFTensor(f"{there}lora_B.weight")',
+        "tests/distributed/test_peft_start.py::test_a_run_of_peft_continues_here",
     ),
     Mutant(
         "a rank reads the first columns of a matrix",

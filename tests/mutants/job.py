@@ -10,6 +10,13 @@ _BALANCE = "tests/distributed/test_balance.py"
 
 DATA = (
     Mutant(
+        "a field that a row of Parquet lacks is null",
+        "trainer/data/sources/records.py",
+        "return {name: value for name, value in fields.items() if value is not None}",
+        "return fields",
+        "tests/unit/test_chat_tables.py::test_every_kind_of_line_is_in_a_table",
+    ),
+    Mutant(
         "a assigned document takes its neighbour's labels",
         "trainer/tasks/balanced_batches.py",
         "**{name: columns[:, i] for i, name in enumerate(names)},",

@@ -33,7 +33,7 @@ def saved_run(
     apply_lora(model, config.lora)
     initialize(model, seed=0, device=torch.device("cpu"))
     if config.checkpoint.initial_load_path is not None:
-        load_weights([open_initial(config, args)], [model], adapters=False)
+        load_weights(open_initial(config, args), [model], adapters=False)
     with torch.no_grad():
         change(model)
     trained = {x: name for x, name in names_of([model]).items() if x.requires_grad or not isinstance(x, nn.Parameter)}

@@ -141,7 +141,7 @@ def test_a_killed_run_resumes_with_its_revision_and_its_shards(tmp_path: Path, f
         (["--hub", "allenai/c5"], "'allenai/c5' is not found at the Hugging Face hub (404 Client Error"),
         (
             ["--text-field", "body"],
-            'en train has no column "body" (url, text); name one with training.dataset_text_field',
+            'en train, shard 0, row 0 has no column "body" (url, text); name one with training.dataset_text_field',
         ),
     ],
 )

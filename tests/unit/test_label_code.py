@@ -25,7 +25,7 @@ CODE = (
     "trainer/data/tokenizers/template_files.py",
     "trainer/data/tokenizers/template_sandbox.py",
 )
-HASHES = {1: "347411001c500875"}
+HASHES = {1: "b1e2b0c824ef5f78"}
 
 
 def code_of(source: str) -> str:

@@ -115,7 +115,8 @@ def test_bad_rows_and_columns_are_told(lines: Path, tmp_path: Path, capsys: pyte
     file = packed(lines, tmp_path / "a.parquet")
     assert lct_tokenize("--path", file, "--output", tmp_path / "tokens", "--text-field", "body") == 2
     assert (
-        'a.parquet has no column "body" (n, text); name one with training.dataset_text_field' in capsys.readouterr().err
+        'a.parquet, row 0 has no column "body" (n, text); name one with training.dataset_text_field'
+        in capsys.readouterr().err
     )
     assert lct_tokenize("--path", file, "--output", tmp_path / "numbers", "--text-field", "n") == 2
     assert 'a.parquet, row 0, must have a text in UTF-8 in the column "n", not int' in capsys.readouterr().err

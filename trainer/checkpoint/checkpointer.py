@@ -181,10 +181,12 @@ class Checkpointer:
         """
         world = self.dims["world"]
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
-        base = raise_on_all_ranks(
+        *adapters, base = readers = raise_on_all_ranks(
             lambda: open_initial(self._config, self._model, self._once), world
         )
-        raise_on_all_ranks(lambda: load_weights([base], model_parts, adapters=False), world)
+        raise_on_all_ranks(
+            lambda: load_weights(readers, model_parts, adapters=bool(adapters)), world
+        )
         types = {name: x.dtype for x, name in names_of(model_parts).items()}
         if isinstance(base, HFReader) and (rounded := base.rounded_to(types)):
             logger.info(

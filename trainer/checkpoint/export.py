@@ -1,7 +1,7 @@
 """The weights of a run in the formats of Hugging Face, read from its checkpoint tensor by tensor."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,18 +9,20 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.dcp_files import Reader
+from trainer.checkpoint.peft_table import peft_model
 from trainer.checkpoint.text_files import text_files
 from trainer.checkpoint.weights import WeightsReader, load_tensors, open_saved, open_weights
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
-from trainer.families.registry import ModelFolder, hf_config, start_folder
+from trainer.families.registry import ModelFolder, base_weights, hf_config, start_folder
 from trainer.grouping import grouped
 from trainer.hugging_face.config_json import CONFIG_FILE
-from trainer.hugging_face.pairs import HFModel, HFTensor, Shape
+from trainer.hugging_face.folder import PEFT_FILE
+from trainer.hugging_face.pairs import HFModel, Shape
 from trainer.hugging_face.parts import wider_types
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
-from trainer.job.lora import adapter_names, adapter_shapes, whole_sizes
+from trainer.job.lora import adapter_names, adapter_shapes
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.runtime.console import logger
 from trainer.transforms.lora import merged
@@ -151,10 +153,12 @@ def _whole_tensors(
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     for names in grouped(sizes, max(sizes.values())):
         modules = [name.removesuffix(".weight") for name in names]
-        adapter_sizes = _named(
-            {module: adapted[module] for module in modules if module in adapted}
-        )
-        tensors = _read({name: shapes[name] for name in names} | adapter_sizes, readers)
+        adapters = {
+            name: shape
+            for module in modules
+            for name, shape in zip(adapter_names(module), adapted.get(module, ()), strict=False)
+        }
+        tensors = _read({name: shapes[name] for name in names} | adapters, readers)
         for name, module in zip(names, modules, strict=True):
             if module in adapted:
                 a, b = map(tensors.pop, adapter_names(module))
@@ -210,14 +214,6 @@ class Rounding:
             )
 
 
-def _named(adapters: Mapping[str, tuple[Shape, Shape]]) -> dict[str, Shape]:
-    return {
-        name: x
-        for module, ab in adapters.items()
-        for name, x in zip(adapter_names(module), ab, strict=True)
-    }
-
-
 def _saved_types(readers: Sequence[WeightsReader]) -> dict[str, torch.dtype]:
     """Return the dtypes in which weights are saved, by name; the first reader that has a weight decides."""
     return {
@@ -250,25 +246,24 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         ConfigError: The model or an adapter has no counterpart at Hugging Face, or the checkpoint is damaged.
         OSError: The folder cannot be written.
     """
-    hf_config(config.model.name).check_start(args)
-    pairs = hf_model(model_spec(config.model.name), args).pairs
-    adapters = adapter_shapes(config, args)
-    whole = {
-        f"{name}.weight": tuple(pairs[f"{name}.weight"][0].shape)
-        for name in whole_sizes(config, args)
+    model = peft_model(config, args)
+    shapes = {name: tuple(x.shape) for name, (x, _) in model.pairs.items()}
+    ours = _read(shapes, [open_saved(config, args, step)])
+    names = [hf.name.split(".") for _, hf in model.pairs.values()]
+    modules = {parts[-3] for parts in names if parts[-2] == "lora_A"} - {
+        "experts",
+        "base_layer",
     }
-    ours = _read(_named(adapters) | whole, [open_saved(config, args, step)])
-    theirs, modules, stacked = _peft_tensors(adapters, pairs, ours)
-    saved = [pairs[name][1].name.removesuffix(".weight") for name in whole]
-    theirs |= {
-        f"base_model.model.{there}.weight": ours[name]
-        for there, name in zip(saved, whole, strict=True)
+    whole = [parts[-2] for parts in names if not parts[-2].startswith("lora_")]
+    stacked = {
+        f"mlp.experts.{_STACKED[module.rpartition('.')[2]]}"
+        for module in adapter_shapes(config, args)
+        if ".experts." in module
     }
-    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(Path(config.checkpoint.initial_load_path).absolute()),
+        "base_model_name_or_path": str(Path(base_weights(config)).absolute()),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
         "use_rslora": config.lora.rslora,
@@ -276,50 +271,13 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         "bias": "none",
         "target_modules": sorted(modules),
         **({"target_parameters": sorted(stacked)} if stacked else {}),
-        **({"modules_to_save": [there.rpartition(".")[2] for there in saved]} if saved else {}),
+        **({"modules_to_save": whole} if whole else {}),
         "inference_mode": True,
     }
     with NewFolder(
-        output, shapes, torch.float32, most_bytes=math.inf, stem="adapter_model"
+        output, model.shapes(), torch.float32, most_bytes=math.inf, stem="adapter_model"
     ) as folder:
-        for name, tensor in theirs.items():
-            folder.put(name, tensor)
-        folder.finish({"adapter_config.json": content})
-
-
-def _peft_tensors(
-    adapters: Collection[str],
-    pairs: Mapping[str, tuple[torch.Tensor, HFTensor]],
-    ours: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, torch.Tensor], set[str], set[str]]:
-    theirs = {}
-    modules = set()
-    stacked = set()
-    for module in adapters:
-        a, b = (ours[name] for name in adapter_names(module))
-        if a.ndim == 3:
-            _, hf = pairs[module]
-            stacked.add(f"mlp.experts.{_STACKED[module.rpartition('.')[2]]}")
-            # peft wraps an adapted weight of experts around the one before it.
-            within = (
-                "base_layer."
-                if module.replace("w13", "w2") in adapters and module.endswith("w13")
-                else ""
-            )
-            there = f"{hf.names[0].partition('.experts.')[0]}.experts.{within}"
-            a = a.flatten(0, 1)
-            # rows as there; (outputs, rank * E)
-            b = (b if hf.stacked else hf.to_hf(b).mT).permute(1, 2, 0).flatten(1)
-        else:
-            _, hf = pairs[f"{module}.weight"]
-            if hf.all_rows:
-                raise ConfigError(
-                    f"lora.modules: {module.rpartition('.')[2]!r} is a part of {hf.name} there, and peft has adapters "
-                    "of whole tensors; use lct convert to-hf, which adds the adapters to the weights"
-                )
-            there = hf.name.removesuffix("weight")
-            b = hf.to_hf(b)
-            modules.add(there.split(".")[-2])
-        theirs[f"base_model.model.{there}lora_A.weight"] = a
-        theirs[f"base_model.model.{there}lora_B.weight"] = b
-    return theirs, modules, stacked
+        for name, (_, hf) in model.pairs.items():
+            for there, part in hf.tensors(ours[name]).items():
+                folder.put(there, part)
+        folder.finish({PEFT_FILE: content})

@@ -15,10 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.dcp_files import Reader, TensorsOnly, cause_of
 from trainer.checkpoint.metadata import METADATA, unpickled
+from trainer.checkpoint.peft_table import peft_model
 from trainer.config.errors import ConfigError, first_line
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
-from trainer.families.registry import ModelFolder, opened_at
+from trainer.families.registry import ModelFolder, base_weights, opened_at
+from trainer.hugging_face.folder import HFFolder
+from trainer.hugging_face.pairs import HFModel
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.stores.addresses import named_step, saved_step
@@ -154,8 +157,10 @@ def open_initial(
     args: ModelArgs,
     once: Once = on_this_rank,
     opened: ModelFolder | None = None,
-) -> Reader | HFReader:
-    """Return a reader of the weights in `checkpoint.initial_load_path`.
+) -> list[WeightsReader]:
+    """Return readers of the weights in `checkpoint.initial_load_path`.
+
+    If adapters of peft are there, the first one reads these, and a second one the weights of the model.
 
     Args:
         config: The configuration.
@@ -167,7 +172,7 @@ def open_initial(
         ConfigError: The weights are damaged, or of another model.
     """
     key = "checkpoint.initial_load_path"
-    initial_path = config.checkpoint.initial_load_path
+    initial_path = base_weights(config)
     folder, step = named_step(key, initial_path)
     start = opened_at(Path(initial_path), opened)
 
@@ -180,9 +185,17 @@ def open_initial(
         )
 
     if text := once(look):
-        return reader_of(folder, parse_state(text, step), once)
-    tensors = hf_model(model_spec(config.model.name), args)
-    return HFReader(start, tensors, once(lambda: HFReader(start, tensors).headers))
+        base = reader_of(folder, parse_state(text, step), once)
+    else:
+        base = _hf_reader(start, hf_model(model_spec(config.model.name), args), once)
+    adapters = config.checkpoint.initial_load_path
+    if adapters == initial_path:
+        return [base]
+    return [_hf_reader(HFFolder(Path(adapters)), peft_model(config, args), once), base]
+
+
+def _hf_reader(folder: HFFolder, model: HFModel, once: Once) -> HFReader:
+    return HFReader(folder, model, once(lambda: HFReader(folder, model).headers))
 
 
 def open_weights(
@@ -208,9 +221,9 @@ def open_weights(
         )
     )
     if step is None:
-        return [open_initial(config, args, once)]
+        return open_initial(config, args, once)
     saved = open_saved(config, args, step, once)
-    return [saved, open_initial(config, args, once)] if config.lora.rank else [saved]
+    return [saved, *open_initial(config, args, once)] if config.lora.rank else [saved]
 
 
 def load_weights(

@@ -11,7 +11,7 @@ from trainer.commands.start import Start, check_here, job_notes, opening, parse
 from trainer.config.errors import ConfigError
 from trainer.config.loader import CommandLine, parse_command_line, to_toml
 from trainer.data.job_data import first_start
-from trainer.families.registry import ModelFolder
+from trainer.families.registry import ModelFolder, base_weights
 from trainer.job import resolve
 from trainer.job.data import conversation_notes
 from trainer.job.memory import check_memory
@@ -129,7 +129,7 @@ def check_tensors(job: ResolvedJob) -> None:
         ConfigError: A tensor is missing, unknown or of another shape.
     """
     config = job.user_config
-    start = config.checkpoint.initial_load_path
+    start = base_weights(config)
     if start is None or not ModelFolder(Path(start)).has_config:
         return
     if config.checkpoint.enable and not config.lora.rank and step_to_load(config) is not None:

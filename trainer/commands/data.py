@@ -180,7 +180,7 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
     documents = [(head, shortened(parts, args.characters)) for head, parts in documents]
     if args.html is not None:
         try:
-            args.html.write_text(page(documents, title), encoding="utf-8")
+            args.html.write_text(page(documents, title), "utf-8")
         except OSError as error:
             raise ConfigError(
                 f"--html {args.html} cannot be written ({error.strerror})"

@@ -213,7 +213,7 @@ def _suggest(estimator: Estimator, arguments: list[str], ranks: int, path: str) 
             f"{current.job.sequences_per_step:,}: set the learning rate for it, or training.global_batch_size"
         )
     if path:
-        Path(path).write_text(to_toml(best.job.user_config), encoding="utf-8")
+        Path(path).write_text(to_toml(best.job.user_config), "utf-8")
         print(f"\nthe first is written to {path}: lct train {path}")
     return best
 

@@ -91,7 +91,7 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
     prompts = list(args.prompt or ())
     if args.prompts is not None:
         try:
-            lines = args.prompts.read_text(encoding="utf-8").splitlines()
+            lines = args.prompts.read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"--prompts {args.prompts} cannot be read ({error}); name a text file"

@@ -143,6 +143,13 @@ class Server:
         from starlette.responses import JSONResponse
         from starlette.routing import Route
 
+        async def refused(_: "HTTPRequest", error: Exception) -> "Response":
+            content = error_object(str(error))
+            if isinstance(error, ConfigError):
+                return JSONResponse(content, status_code=400)
+            closed = {"Connection": "close"}  # the server does not read the remaining body
+            return JSONResponse(content, status_code=error.status, headers=closed)
+
         async def wrong_path(_: "HTTPRequest", error: Exception) -> "Response":
             status = error.status_code if isinstance(error, HTTPException) else 500
             content = error_object("there is no such path or method; /v1/models is one")
@@ -158,7 +165,8 @@ class Server:
             Route("/v1/models/{name:path}", self._model),
         ]
         routes.append(Route("/health", self._health))
-        return Starlette(routes=routes, exception_handlers={404: wrong_path, 405: wrong_path})
+        handlers = {404: wrong_path, 405: wrong_path, _Refused: refused, ConfigError: refused}
+        return Starlette(routes=routes, exception_handlers=handlers)
 
     async def _health(self, request: "HTTPRequest") -> "Response":
         return self._checked(request, {"status": "ok"})
@@ -179,17 +187,13 @@ class Server:
     ) -> "Response":
         from starlette.responses import JSONResponse
 
-        try:
-            check_origin(request.headers, self.args.host)
-        except _Refused as error:
-            content = error_object(str(error))
-            status = error.status
+        check_origin(request.headers, self.args.host)
         return JSONResponse(content, status_code=status)
 
     async def _answer(self, request: "HTTPRequest", *, chat: bool) -> "Response":
         from starlette.concurrency import run_in_threadpool
         from starlette.requests import ClientDisconnect
-        from starlette.responses import JSONResponse, Response
+        from starlette.responses import Response
 
         try:
             check_origin(request.headers, self.args.host)
@@ -197,12 +201,6 @@ class Server:
             parsed = await run_in_threadpool(self._parse, body, chat=chat)
         except ClientDisconnect:
             return Response(status_code=400)  # nobody reads it
-        except _Refused as error:
-            closed = {"Connection": "close"}  # the server does not read the remaining body
-            content = error_object(str(error))
-            return JSONResponse(content, status_code=error.status, headers=closed)
-        except ConfigError as error:
-            return JSONResponse(error_object(str(error)), status_code=400)
         return await self._send(request, body, parsed, chat=chat)
 
     async def _content(self, request: "HTTPRequest") -> bytes:

@@ -2,63 +2,16 @@
 
 import sys
 from importlib import import_module
+from pathlib import Path
 
 from trainer import __version__
 from trainer.config.errors import ConfigError, did_you_mean
+from trainer.config.toml import load_toml
 from trainer.runtime.console import report
 from trainer.runtime.output import outlasting_readers
 
-# command -> (its purpose, an example)
-COMMANDS = {
-    "train": (
-        "train on the GPUs of this machine, or on two CPU ranks",
-        "lct train my.toml --ngpu 8",
-    ),
-    "check": (
-        "check a configuration and print every decision",
-        "lct check my.toml --world-size 8",
-    ),
-    "estimate": (
-        "predict memory, traffic and time of a step on GPUs, the longest sequence, the fastest settings",
-        "lct estimate my.toml --world-size 8 --gpu h100",
-    ),
-    "generate": (
-        "continue a text with the weights of a run",
-        "lct generate outputs/debug_model",
-    ),
-    "chat": (
-        "talk with the model of a run, through its chat template",
-        "lct chat outputs/chat",
-    ),
-    "serve": (
-        "answer requests in the format of OpenAI's API",
-        "lct serve outputs/chat --port 8000",
-    ),
-    "evaluate": (
-        "measure a run on long sequences: loss by position, needles in a haystack",
-        "lct evaluate outputs/debug_model --seq-len 2048",
-    ),
-    "convert": (
-        "convert the weights of a run to Hugging Face's files",
-        "lct convert to-hf outputs exported",
-    ),
-    "verify": (
-        "read checkpoints whole, and say which are damaged",
-        "lct verify outputs/debug_model",
-    ),
-    "plan": (
-        "show who computes and sends what in context parallelism",
-        "lct plan --seq-len 65536 --degree 4",
-    ),
-    "data": (
-        "show what a job trains on: counts, and a packed sequence with its labels",
-        "lct data show my.toml --sample 3",
-    ),
-    "tokenize": (
-        "turn text into files of token ids, which train faster",
-        "lct tokenize --path 'data/*.jsonl' --output tokens",
-    ),
-}
+COMMANDS = load_toml(Path(__file__).with_name("commands.toml"))
+"""Purpose and example of each command."""
 _LOGS = (["convert"], ["serve"], ["tokenize"])
 """Commands whose whole output is a log of their work."""
 
@@ -71,8 +24,8 @@ def usage() -> str:
         "  lct COMMAND --help",
         "",
     ]
-    for name, (purpose, example) in COMMANDS.items():
-        lines += [f"  {name:20}{purpose}", f"  {'':20}{example}"]
+    for name, about in COMMANDS.items():
+        lines += [f"  {name:20}{about['purpose']}", f"  {'':20}{about['example']}"]
     return "\n".join(
         [
             *lines,

@@ -1,67 +1,21 @@
 """Requests in the format of OpenAI's API (platform.openai.com/docs/api-reference). Torch-free.
 
-A field of a request is used, or has no meaning for a model on this machine (`_UNUSED`), or is refused by name.
+A field of a request (openai_fields.toml) is used, or has no meaning for a model on this machine, or is refused by name.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from trainer.commands.talk import check_length
 from trainer.config.errors import ConfigError
+from trainer.config.toml import load_toml
+from trainer.data.tokenizers.chat_messages import are_objects
 
-_USED = {
-    "model",
-    "stream",
-    "stream_options",
-    "stop",
-    "seed",
-    "temperature",
-    "top_k",
-    "top_p",
-    "logprobs",
-    "max_tokens",
-    "max_completion_tokens",
-}
-_USED_BY_CHAT = {
-    "messages",
-    "tools",
-    "tool_choice",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "top_logprobs",
-}
-_USED_BY_TEXTS = {"prompt", "echo"}
-_UNUSED = {
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-}
-"""Fields for the accounting of a provider. They change no answer."""
-_ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "continue_final_message": (False,),
-    "parallel_tool_calls": (True,),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "logit_bias": ({},),
-    "stop_token_ids": ([],),
-    "suffix": ("",),
-    "echo": (False,),
-}
-"""Fields that this server supports with one meaning only: the values that have this meaning."""
+_FIELDS = load_toml(Path(__file__).with_name("openai_fields.toml"))
+_ONE_VALUE = _FIELDS["one_value"]
 _MOST_SCORES = 20
 
 
@@ -104,24 +58,22 @@ def check_fields(body: Mapping[str, Any], *, chat: bool) -> None:
     Raises:
         ConfigError: The server does not support a field, its value or its type; the message names the field.
     """
-    used = _USED | (_USED_BY_CHAT if chat else _USED_BY_TEXTS)
+    used = _FIELDS["used"] + _FIELDS["used_by_chat" if chat else "used_by_texts"]
     for key, value in body.items():
-        if value is None or key in used or key in _UNUSED:
+        if value is None or key in used or key in _FIELDS["unused"]:
             continue
         if key not in _ONE_VALUE:
             raise ConfigError(f"{key} is not offered; leave it out")
-        if value not in _ONE_VALUE[key]:
+        if value != _ONE_VALUE[key]:
             raise ConfigError(
-                f"{key} = {_short(value)} is not offered; leave it out, or write {_ONE_VALUE[key][0]!r}"
+                f"{key} = {_short(value)} is not offered; leave it out, or write {_ONE_VALUE[key]!r}"
             )
     if chat and body.get("tool_choice") not in (None, "auto", "none"):
         raise ConfigError(
             f"tool_choice = {_short(body['tool_choice'])} is not offered; write 'auto' or 'none'"
         )
     tools = body.get("tools")
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
+    if tools is not None and not are_objects(tools):
         raise ConfigError("tools must be a list of objects")
     for key in ("stream", "echo", "add_generation_prompt"):
         if not isinstance(body.get(key, False), bool | None):

@@ -10,23 +10,8 @@ from trainer.runtime.console import paragraphs
 
 WIDTH = 100
 
-_BYTES = {
-    "B": 1,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
-    "PiB": 1 << 50,
-}
-_FLOPS = {
-    "FLOP": 1,
-    "kFLOP": 1e3,
-    "MFLOP": 1e6,
-    "GFLOP": 1e9,
-    "TFLOP": 1e12,
-    "PFLOP": 1e15,
-    "EFLOP": 1e18,
-}
+_BYTES = {f"{prefix}B": 1024**i for i, prefix in enumerate(("", "Ki", "Mi", "Gi", "Ti", "Pi"))}
+_FLOPS = {f"{prefix}FLOP": 1000**i for i, prefix in enumerate(("", *"kMGTPE"))}
 
 
 def summary(case: Case, directions: Sequence[str] = DIRECTIONS) -> str:

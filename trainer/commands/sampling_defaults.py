@@ -1,6 +1,7 @@
 """Default sampling of a model, from its `generation_config.json`. Torch-free."""
 
 import argparse
+import math
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
@@ -34,14 +35,12 @@ def _named(entries: Entries) -> dict[str, float]:
     if content.get("do_sample") is False:
         return {"temperature": 0.0}
     values = {name: content[name] for name in USUAL if content.get(name) is not None}
-    bounds = {"temperature": (0, float("inf")), "top_k": (0, float("inf")), "top_p": (0, 1)}
     for name, value in values.items():
-        least, most = bounds[name]
         kinds = int if name == "top_k" else (int, float)
         right = (
-            isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
+            isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf
         )
-        if not right or (name == "top_p" and value == 0) or value == float("inf"):
+        if not right or (name == "top_p" and not 0 < value <= 1):
             rule = {"top_k": "a whole number from 0", "top_p": "a number above 0, at most 1"}
             raise ConfigError(
                 f"{entries.file}: {name} = {value!r} must be "

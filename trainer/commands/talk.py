@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.tokenizers.chat_messages import read_messages, read_template_arguments
+from trainer.data.tokenizers.chat_messages import (
+    are_objects,
+    read_messages,
+    read_template_arguments,
+)
 from trainer.data.tokenizers.chat_template import ChatTemplate
 from trainer.data.tokenizers.template_files import end_ids, find_template
 from trainer.families.registry import start_folder
@@ -137,12 +141,10 @@ class Talk:
         tool_list = []
         if tools is not None:
             try:
-                tool_list = json.loads(tools.read_text(encoding="utf-8"))
+                tool_list = json.loads(tools.read_text("utf-8"))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{tools} cannot be read as JSON ({error})") from None
-        if not isinstance(tool_list, list) or not all(
-            isinstance(tool, dict) for tool in tool_list
-        ):
+        if not are_objects(tool_list):
             raise ConfigError(
                 f"--tools {tools} must be a list of objects; write what the template's model expects"
             )

@@ -316,7 +316,7 @@ class MetricsLogger:
         """Return a number that `lct estimate` has predicted for GPUs. None on CPUs, and until it is ready."""
         if self.device.type == "cuda":
             with suppress(OSError, ValueError, KeyError):
-                return float(json.loads(self._estimate.read_text(encoding="utf-8"))[name])
+                return float(json.loads(self._estimate.read_text("utf-8"))[name])
         return None
 
     def _predicted_memory(self, memory: float) -> dict[str, float]:

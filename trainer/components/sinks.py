@@ -208,12 +208,8 @@ class WeightsAndBiases:
 
         folder = Path(config.job.dump_folder)
         file = folder / "wandb_run_id"
-        run_id = (
-            file.read_text(encoding="utf-8")
-            if start_step and file.exists()
-            else uuid4().hex[:8]
-        )
-        file.write_text(run_id, encoding="utf-8")
+        run_id = file.read_text("utf-8") if start_step and file.exists() else uuid4().hex[:8]
+        file.write_text(run_id, "utf-8")
         self._run = wandb.init(
             dir=str(folder),
             id=run_id,

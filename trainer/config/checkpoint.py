@@ -75,7 +75,7 @@ class Checkpoint:
     )
     """async: write a copy in the background while training continues; with_pinned_mem: keep the memory of the copy."""
     initial_load_path: str | None = None
-    """Weights of a new run: a Hugging Face folder, or a folder step-N of another run's checkpoints."""
+    """Weights of a new run: a Hugging Face folder, a folder step-N of a run; with model.path, adapters of peft."""
     initial_load_model_only: bool = key(True, when=_INITIAL)
     """false: initial_load_path is a folder step-N whose whole run this one continues: optimizer, data and steps too."""
     last_save_model_only: bool = key(False, when=SAVING)

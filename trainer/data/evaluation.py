@@ -21,95 +21,18 @@ from trainer.config.errors import ConfigError
 from trainer.data.packing import IGNORE_INDEX, PackedSequence, Sample, sample_of, together
 from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer
 
-CITIES = (
-    "Oslo",
-    "Lima",
-    "Cairo",
-    "Kyoto",
-    "Quito",
-    "Turin",
-    "Porto",
-    "Dakar",
-    "Hanoi",
-    "Perth",
-    "Riga",
-    "Seoul",
-    "Lyon",
-    "Bergen",
-    "Havana",
-    "Nairobi",
-    "Toronto",
-    "Valencia",
-    "Krakow",
-    "Santiago",
-)
-_KINDS = (
-    "old",
-    "quiet",
-    "young",
-    "tall",
-    "careful",
-    "cheerful",
-    "tired",
-    "clever",
-    "patient",
-    "famous",
-)
-_PEOPLE = (
-    "baker",
-    "sailor",
-    "teacher",
-    "gardener",
-    "painter",
-    "farmer",
-    "doctor",
-    "singer",
-    "tailor",
-    "miller",
-)
-_DEEDS = (
-    "watched",
-    "carried",
-    "painted",
-    "found",
-    "sold",
-    "repaired",
-    "hid",
-    "borrowed",
-    "praised",
-    "remembered",
-)
-_THINGS = (
-    "lantern",
-    "boat",
-    "letter",
-    "basket",
-    "clock",
-    "table",
-    "coat",
-    "wagon",
-    "mirror",
-    "kettle",
-)
-_PLACES = (
-    "river",
-    "market",
-    "bridge",
-    "orchard",
-    "harbour",
-    "forest",
-    "mill",
-    "garden",
-    "castle",
-    "meadow",
-)
-_TIMES = (
-    "in the morning",
-    "after the rain",
-    "before noon",
-    "at night",
-    "during the winter",
-    "without a word",
+_WORDS = """\
+Oslo, Lima, Cairo, Kyoto, Quito, Turin, Porto, Dakar, Hanoi, Perth, \
+Riga, Seoul, Lyon, Bergen, Havana, Nairobi, Toronto, Valencia, Krakow, Santiago.
+old, quiet, young, tall, careful, cheerful, tired, clever, patient, famous.
+baker, sailor, teacher, gardener, painter, farmer, doctor, singer, tailor, miller.
+watched, carried, painted, found, sold, repaired, hid, borrowed, praised, remembered.
+lantern, boat, letter, basket, clock, table, coat, wagon, mirror, kettle.
+river, market, bridge, orchard, harbour, forest, mill, garden, castle, meadow.
+in the morning, after the rain, before noon, at night, during the winter, without a word.
+"""
+CITIES, _KINDS, _PEOPLE, _DEEDS, _THINGS, _PLACES, _TIMES = (
+    line.rstrip(".").split(", ") for line in _WORDS.splitlines()
 )
 
 

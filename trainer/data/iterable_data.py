@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pkgutil import resolve_name
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,11 @@ from torchdata.stateful_dataloader.stateful import Stateful
 
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents
-from trainer.data.document_stream import DocumentStream
 from trainer.data.order.stream_loader import AGAIN
 from trainer.data.order.streams import streams_of_rank
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
+from trainer.data.text_data import TextData, TextStream
 from trainer.data.token_files.inputs import made_by
 from trainer.data.tokenizers.tokenizer import (
     NOTHING,
@@ -38,16 +38,6 @@ from trainer.data.tokenizers.tokenizer import (
     replace_surrogates,
     vocab_size_of,
 )
-from trainer.data.whole_stream import WholeStream
-
-
-@runtime_checkable
-class _ByNumber(Protocol):
-    """A sequence, or a data set of PyTorch with documents by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int) -> Any: ...
 
 
 class _Iterable(IterableDataset):
@@ -106,7 +96,7 @@ def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
     """
     if hasattr(iterable, "set_epoch"):
         iterable.set_epoch(epoch)
-    if not isinstance(iterable, _ByNumber):
+    if not (hasattr(iterable, "__len__") and hasattr(iterable, "__getitem__")):
         iterable = _Iterable(iterable)
     with warnings.catch_warnings():
         # PyTorch warns of torchdata
@@ -342,7 +332,7 @@ class IterableData:
         seed: int,
         dp_rank: int,
         dp_degree: int,
-    ) -> dict[int, DocumentStream | WholeStream]:
+    ) -> dict[int, TextStream]:
         """Return the streams that a data-parallel rank reads, by number.
 
         Args:
@@ -356,11 +346,7 @@ class IterableData:
         streams = {}
         for s in streams_of_rank(data_streams, dp_rank, dp_degree):
             source = IterableDocuments(self.settings, s, data_streams)
-            if self.packing == "concatenate":
-                streams[s] = DocumentStream(source, source, seq_len=seq_len)
-            else:
-                alone = self.packing == "pad"
-                streams[s] = WholeStream(source, source, seq_len=seq_len, alone=alone)
+            streams[s] = TextData(source, self.packing).packed(source, seq_len)
         return streams
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:

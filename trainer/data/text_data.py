@@ -9,7 +9,7 @@ from trainer.data.contents import Contents, content_of
 from trainer.data.document_stream import DocumentStream
 from trainer.data.order.shuffled import SORTED
 from trainer.data.order.stream_loader import AGAIN
-from trainer.data.order.streams import Shuffled, assigned, streams_with_text
+from trainer.data.order.streams import Order, Shuffled, assigned, streams_with_text
 from trainer.data.sources.registry import check_streams
 from trainer.data.token_files.format import TokenFiles
 from trainer.data.whole_stream import TooLong, WholeStream
@@ -80,7 +80,15 @@ class TextData:
             seq_len: Tokens of a sequence.
             seed: Seed of the order.
         """
-        order = Shuffled(items, stream=stream, seed=seed)
+        return self.packed(Shuffled(items, stream=stream, seed=seed), seq_len)
+
+    def packed(self, order: Order, seq_len: int) -> TextStream:
+        """Return a stream of documents in an order.
+
+        Args:
+            order: The documents of the stream, in the order of each epoch.
+            seq_len: Tokens of a sequence.
+        """
         if self.packing == "concatenate":
             return DocumentStream(self.source, order, seq_len=seq_len)
         return WholeStream(

@@ -118,6 +118,17 @@ def start_folder(config: JobConfig) -> ModelFolder | None:
     return next((folder for folder in folders if folder.has_config), None)
 
 
+def base_weights(config: JobConfig) -> str | None:
+    """Return the path of the weights of a run without its adapters; of the model if adapters of peft are its start.
+
+    Args:
+        config: The configuration.
+    """
+    start = config.checkpoint.initial_load_path
+    has_adapters = start is not None and HFFolder(Path(start)).has_adapters
+    return config.model.flavor if has_adapters else start
+
+
 def from_path(config: JobConfig, folder: ModelFolder | None = None) -> JobConfig:
     """Return the configuration with `model.path` written out: family, sizes, and weights if no others are named.
 

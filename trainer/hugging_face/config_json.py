@@ -158,7 +158,7 @@ def read_settings(file: Path) -> Mapping[str, Any]:
         ConfigError: The file is no JSON.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text("utf-8"))
     except OSError:
         return {}
     except (ValueError, RecursionError) as error:

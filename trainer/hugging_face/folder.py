@@ -9,9 +9,17 @@ from pathlib import Path
 from trainer.config.errors import ConfigError
 from trainer.config.schema import TOKENIZER_FILES
 from trainer.hugging_face.config_json import CONFIG_FILE, Entries, read_settings
-from trainer.hugging_face.stored import INDEX, SINGLE, Stored, read_folder
+from trainer.hugging_face.stored import (
+    INDEX,
+    PEFT_TENSORS,
+    SINGLE,
+    Stored,
+    read_file,
+    read_folder,
+)
 
 GENERATION_FILE = "generation_config.json"
+PEFT_FILE = "adapter_config.json"
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,11 @@ class HFFolder:
         return any((self.path / file).is_file() for file in (INDEX, SINGLE))
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether the folder has adapters of peft."""
+        return (self.path / PEFT_FILE).is_file()
+
+    @property
     def has_tokenizer(self) -> bool:
         """Whether the folder has a file of a tokenizer."""
         return any((self.path / name).is_file() for name in TOKENIZER_FILES)
@@ -58,7 +71,7 @@ class HFFolder:
         """The entries of `config.json`; ConfigError if it is missing, or no table of JSON."""
         file = self.path / CONFIG_FILE
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text("utf-8"))
         except OSError as error:
             raise ConfigError(
                 f"{file} cannot be read ({error.strerror}); {self.hint}"
@@ -79,8 +92,10 @@ class HFFolder:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """Every tensor by name; ConfigError as `read_folder`."""
-        return read_folder(self.path)
+        """Every tensor of the model, or of the adapters of peft, by name; ConfigError as `read_folder`."""
+        return (
+            read_file(self.path / PEFT_TENSORS) if self.has_adapters else read_folder(self.path)
+        )
 
     @cached_property
     def generation(self) -> Entries:

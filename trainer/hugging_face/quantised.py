@@ -23,24 +23,8 @@ from trainer.hugging_face.stored import FLOAT8, FLOAT8_BLOCK, Stored
 
 BLOCKS, SCALES = "_blocks", "_scales"
 FLOAT8_SCALES = "_scale_inv"
-_VALUES = (
-    0.0,
-    0.5,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    4.0,
-    6.0,
-    -0.0,
-    -0.5,
-    -1.0,
-    -1.5,
-    -2.0,
-    -3.0,
-    -4.0,
-    -6.0,
-)
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
 
 
 def shapes_of(stored: Mapping[str, Stored]) -> dict[str, Shape]:

@@ -21,6 +21,7 @@ from trainer.config.errors import ConfigError
 from trainer.hugging_face.pairs import Shape
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+PEFT_TENSORS = "adapter_model.safetensors"
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1, "F8_E4M3": 1}
 """Data types that are read or written, with the bytes of an element."""
 FLOAT8, FLOAT8_BLOCK = "F8_E4M3", 128
@@ -64,7 +65,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
             )
         return _without_tables(read_file(folder / SINGLE))
     try:
-        files = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        files = dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{folder / INDEX} is no index of tensors ({error}); copy it again"

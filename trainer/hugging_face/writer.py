@@ -113,12 +113,12 @@ class NewFolder:
         """
         self._close()
         if self._index:
-            (self._unfinished / INDEX).write_text(self._index, encoding="utf-8")
+            (self._unfinished / INDEX).write_text(self._index, "utf-8")
         if carried_from is not None:
             carry(carried_from, self._unfinished)
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
-            (self._unfinished / name).write_text(text, encoding="utf-8")
+            (self._unfinished / name).write_text(text, "utf-8")
         sync(self._unfinished)
         if self._output.is_dir():
             shutil.rmtree(self._output)
@@ -245,7 +245,7 @@ def _added_to_tokenizer(folder: Path, source: Path, tokens: Sequence[str]) -> li
     ids = [tokenizer.token_to_id(token) for token in tokens]
     settings = folder / "tokenizer_config.json"
     if settings.is_file() and "added_tokens_decoder" in (
-        content := json.loads(settings.read_text(encoding="utf-8"))
+        content := json.loads(settings.read_text("utf-8"))
     ):
         flags = {
             "lstrip": False,

@@ -14,7 +14,7 @@ from trainer.data.job_data import training_data, validation_data
 from trainer.data.sources.registry import DATASETS, all_documents, source_of
 from trainer.data.token_files.catalog import check_data
 from trainer.data.tokenizers import chat_notes
-from trainer.data.tokenizers.conversation_encoder import ConversationEncoder, plain_text
+from trainer.data.tokenizers.conversation_encoder import plain_text
 from trainer.data.tokenizers.template_files import find_template
 from trainer.job.degrees import Degrees
 from trainer.job.training import check_batch
@@ -153,7 +153,7 @@ def conversation_notes(config: JobConfig) -> list[str]:
     for source in training_data(config):
         if source.dataset not in CONVERSATIONS or source.hub:
             continue
-        encoder = ConversationEncoder.of(source.tokenizer, source.chat_template, source.chat)
+        encoder = source.conversation_encoder()
         conversations = filter(None, all_documents(replace(source, skips=True)))
         for conversation in islice(conversations, _FIRST):
             with suppress(ConfigError):  # the start refuses it

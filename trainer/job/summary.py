@@ -6,6 +6,7 @@ from pathlib import Path
 from trainer.config.errors import MissingFile
 from trainer.config.values import in_millions
 from trainer.config.writable import is_address
+from trainer.families.registry import base_weights
 from trainer.job.lora import adapter_sizes
 from trainer.job.memory import matrix_sizes
 from trainer.job.record import ResolvedJob, size_words
@@ -96,12 +97,11 @@ def _weights(job: ResolvedJob) -> str:
     if step is not None and not config.lora.rank:
         return f"of step {step:,} in {checkpoint_folder(config)}"
     if (initial := config.checkpoint.initial_load_path) is not None:
-        adapters = (
-            f", adapters of step {step:,} in {checkpoint_folder(config)}"
-            if step is not None
-            else ""
-        )
-        return f"of {initial}{adapters or ', adapters new' * bool(config.lora.rank)}"
+        base = base_weights(config)
+        adapters = ", adapters new" if base == initial else f", adapters of {initial}"
+        if step is not None:
+            adapters = f", adapters of step {step:,} in {checkpoint_folder(config)}"
+        return f"of {base}{adapters * bool(config.lora.rank)}"
     flavor = config.model.flavor
     sizes = f"; {flavor} gives the sizes alone: model.path = {flavor!r} takes its weights, too"
     return f"random, seed {config.training.seed}{sizes * (config.model.folder is not None)}"

@@ -6,14 +6,23 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import JobConfig, LoRA
 from trainer.families.args import ModelArgs
-from trainer.families.registry import ModelFolder, hf_config, opened_at
-from trainer.hugging_face.config_json import CONFIG_FILE
+from trainer.families.registry import ModelFolder, base_weights, hf_config, opened_at
+from trainer.hugging_face.config_json import CONFIG_FILE, read_settings
+from trainer.hugging_face.folder import PEFT_FILE
+from trainer.hugging_face.stored import PEFT_TENSORS
 from trainer.stores.addresses import named_step, saved_step
 from trainer.stores.folder import read_state, step_to_load
 from trainer.stores.state import check_same_model
 from trainer.stores.store import STATE_FILE
 
 _KEY = "checkpoint.initial_load_path"
+_READ = {"r", "lora_alpha", "use_rslora", "target_modules", "target_parameters"}
+_READ |= {"modules_to_save", "exclude_modules", "task_type", "auto_mapping", "peft_version"}
+_READ |= {"base_model_name_or_path", "revision", "inference_mode", "lora_dropout"}
+_READ |= {"megatron_core", "qalora_group_size"}
+"""Options of peft that are read, or have no effect on the weights."""
+_USUAL = (None, False, {}, [], "LORA", "none", "gaussian")
+"""Values that switch an option off; the last ones of `peft_type`, `bias` and `init_lora_weights`."""
 
 
 def check_initial_weights(
@@ -35,6 +44,14 @@ def check_initial_weights(
         return
     if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
         return  # a run with checkpoints resumes from them; only checkpoints of adapters need the weights, too
+    if (base := base_weights(config)) != address:
+        if config.model.folder is None:
+            raise ConfigError(
+                f"{_KEY} = {address!r} holds adapters of peft, and not the weights that they adapt; name the folder of "
+                "these in model.path"
+            )
+        _check_adapters(config, model, Path(address))
+        address = base
     path = Path(address)
     step = saved_step(_KEY, address)
     if step is None and not path.is_dir():
@@ -103,3 +120,44 @@ def _check_hf(config: JobConfig, model: ModelArgs, folder: ModelFolder) -> None:
             f"{name} is not the model in {_KEY} = {str(folder.path)!r}: {', '.join(different)}; set "
             f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(folder.path.absolute())!r}"
         )
+
+
+def _check_adapters(config: JobConfig, model: ModelArgs, path: Path) -> None:
+    """Check that the run has the adapters of a folder of peft: options, rank, scale and modules."""
+    content = read_settings(path / PEFT_FILE)
+    for name, value in content.items():
+        is_default = value in _USUAL or (name, value) == ("init_lora_weights", True)
+        if name not in _READ and not is_default:
+            raise ConfigError(
+                f"{path / PEFT_FILE}: {name} = {value!r} is an option of peft that is not read; merge the adapters "
+                "into the model with peft (merge_and_unload), and train new ones"
+            )
+    if not (path / PEFT_TENSORS).is_file():
+        raise ConfigError(
+            f"{path} lacks {PEFT_TENSORS}, and a pickle (.bin) is not read; load the adapters with peft, and write "
+            "them with save_pretrained"
+        )
+    tensor_of = hf_config(config.model.name).tensor
+    layers = [name for name in model.linear_shapes() if name.startswith("layers.")]
+    ours = {}
+    for name in ("tok_embeddings", "output", *layers):
+        if hf := tensor_of(model, f"{name}.weight"):
+            ours[hf.name.split(".")[-2]] = name.rpartition(".")[2]
+    saved = [name.split(".") for name in ModelFolder(path).tensors]
+    modules = {parts[-3] for parts in saved if "lora_A" in parts} - {"experts", "base_layer"}
+    whole = {parts[-2] for parts in saved} - {"lora_A", "lora_B"}
+    lora = config.lora
+    adapted = {name.rpartition(".")[2] for name in layers if lora.adapts(name)}
+    own = vars(lora) | {"modules": sorted(adapted), "whole": sorted(lora.whole)}
+    for key, value in (
+        ("rank", content.get("r")),
+        ("alpha", content.get("lora_alpha")),
+        ("rslora", bool(content.get("use_rslora"))),
+        ("modules", sorted(ours.get(name, name) for name in modules)),
+        ("whole", sorted(ours.get(name, name) for name in whole)),
+    ):
+        if value != own[key]:
+            raise ConfigError(
+                f"{_KEY} = {str(path)!r} has adapters with lora.{key} = {value!r}, and this run "
+                f"has {own[key]!r}; write lora.{key} = {value!r}"
+            )

@@ -155,13 +155,8 @@ class LanguageTask:
         sources = [SourceLosses(names, training.seq_len, self.dims)] if names else []
         return [*padding, *sources, *([self.further] if self.further else [])]
 
-    def batch_hash(self, batch: TextBatch) -> int:
-        """Return the hash of a batch that its ranks compare.
-
-        Args:
-            batch: A text batch.
-        """
-        return batch_hash(batch)
+    batch_hash = staticmethod(batch_hash)
+    """The hash of a batch that its ranks compare."""
 
     def counts(self, batch: TextBatch) -> torch.Tensor:
         """Return the number of labels of each whole sequence, (B,), int64, on the device.

@@ -24,6 +24,7 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.records import BadRecord, Where
 from trainer.data.tokenizers.chat_messages import (
     EXAMPLE,
+    are_objects,
     read_messages,
     read_template_arguments,
 )
@@ -96,9 +97,7 @@ def _raw_messages(line: Mapping[str, Any]) -> object:
     """Return the messages of a line in any of the formats, None if it has a prompt and an answer as strings."""
     if "messages" in line:
         return line["messages"]
-    if isinstance(turns := line.get("conversations"), list) and all(
-        isinstance(turn, dict) for turn in turns
-    ):
+    if are_objects(turns := line.get("conversations")):
         system = [{"role": "system", "content": line["system"]}] if line.get("system") else []
         return system + [
             {
@@ -146,7 +145,7 @@ def _tools(raw: object) -> list[dict[str, Any]]:
     tools = raw or []
     with suppress(ValueError, RecursionError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if not are_objects(tools):
         raise ConfigError('"tools" must be a list of objects, or a string of JSON that is one')
     return tools
 

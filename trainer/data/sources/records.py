@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -87,35 +87,32 @@ def lines_of(
                 yield content, lambda number=number: f"{file}, line {before() + number}"
 
 
-def rows_of(file: str, name: str) -> Iterator[str | BadRecord]:
-    """Yield the texts in one column of a Parquet file. No other column is read.
+def rows_of(
+    file: str, names: Sequence[str], read: Callable[[Mapping[str, Any], str], Any]
+) -> Iterator[Any]:
+    """Yield the documents of the rows of a Parquet file. A row that is not UTF-8 has bytes in its columns.
 
     Args:
         file: The file.
-        name: The column.
+        names: The columns that are read, if the file has any of these.
+        read: Makes a document of the values by column, and of the place of the row.
 
     Raises:
-        ConfigError: The file cannot be read to its end, lacks the column, or needs pyarrow.
+        ConfigError: The file cannot be read to its end, lacks a needed column, or needs pyarrow.
     """
-    with reading(file), _parquet(file) as table:
-        check_column(name, table.schema_arrow.names, file)
-        for row, where in _rows(table, [name], file):
-            yield text_of_row(row[name], name, where)
-
-
-def lines_of_rows(file: str, names: Sequence[str]) -> Iterator[tuple[bytes, Where]]:
-    """Yield the rows of a Parquet file as lines of JSON, see `line_of_row`.
-
-    Args:
-        file: The file.
-        names: The columns. A column that the file lacks is null.
-
-    Raises:
-        ConfigError: The file cannot be read to its end, or needs pyarrow.
-    """
-    with reading(file), _parquet(file) as table:
-        for row, where in _rows(table, names, file):
-            yield line_of_row(names, row, where)
+    parquet = package("pyarrow.parquet", file)
+    numbers = count()
+    with reading(file), parquet.ParquetFile(file, page_checksum_verification=True) as table:
+        there = table.schema_arrow.names
+        columns = [name for name in names if name in there] or there
+        # Arrow also reads a struct "a" with a field "b", for the column "a.b".
+        for batch in table.iter_batches(batch_size=1024, columns=columns):
+            for i in range(batch.num_rows):
+                try:
+                    (row,) = batch.slice(i, 1).to_pylist()
+                except UnicodeDecodeError:
+                    row = dict.fromkeys(columns, b"")
+                yield read(row, f"{file}, row {next(numbers)}")
 
 
 def line_of_row(
@@ -132,34 +129,14 @@ def line_of_row(
     """
     content = b""
     with suppress(TypeError, ValueError):
-        fields = _without_nulls({name: row.get(name) for name in names})
+        text = json.dumps({name: row.get(name) for name in names})
+        fields = json.loads(text, object_hook=_without_nulls)
         content = json.dumps(fields, ensure_ascii=False).encode()
     return content, lambda: where
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(x) for key, x in value.items() if x is not None}
-    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
-
-
-def _parquet(file: str) -> Any:
-    return package("pyarrow.parquet", file).ParquetFile(file, page_checksum_verification=True)
-
-
-def _rows(table: Any, names: Sequence[str], file: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the rows of an open Parquet file with their places. Columns of a row that is not UTF-8 are bytes."""
-    numbers = count()
-    columns = [name for name in names if name in table.schema_arrow.names]
-    # Arrow also reads a struct "a" with a field "b", for the column "a.b".
-    for batch in table.iter_batches(batch_size=1024, columns=columns):
-        for i in range(batch.num_rows):
-            where = f"{file}, row {next(numbers)}"
-            try:
-                (row,) = batch.slice(i, 1).to_pylist()
-            except UnicodeDecodeError:
-                row = dict.fromkeys(columns, b"")
-            yield row, where
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def text_of_file(file: str) -> str | BadRecord:
@@ -195,37 +172,29 @@ def text_of_line(content: bytes, name: str, where: Where) -> str | BadRecord:
     return BadRecord(f'{where()}, must be a JSON object with a string field "{name}", in UTF-8')
 
 
-def text_of_row(value: object, name: str, where: str) -> str | BadRecord:
+def text_of_row(name: str, row: Mapping[str, Any], where: str) -> str | BadRecord:
     """Return the text in one column of a row, empty if it is null; or a BadRecord if it is no text.
 
     Args:
-        value: The value in the column.
-        name: The column, for the message.
+        name: The column.
+        row: The values, by column.
         where: The row, for the message.
+
+    Raises:
+        ConfigError: There is no such column.
     """
+    if name not in row:
+        columns = ", ".join([*row][:8])
+        raise ConfigError(
+            f'{where} has no column "{name}" ({columns}); name one with training.dataset_text_field'
+        )
+    value = row[name]
     if value is None or isinstance(value, str):
         return replace_surrogates(value or "")
     return BadRecord(
         f'{where}, must have a text in UTF-8 in the column "{name}", not {type(value).__name__}; write texts there (a '
         "CSV file does not say which of its columns are texts: use JSON lines or Parquet)"
     )
-
-
-def check_column(name: str, columns: Sequence[str], where: str) -> None:
-    """Check that a table has a column.
-
-    Args:
-        name: The column.
-        columns: The columns of the table.
-        where: The table, for the message.
-
-    Raises:
-        ConfigError: It does not.
-    """
-    if name not in columns:
-        raise ConfigError(
-            f'{where} has no column "{name}" ({", ".join(columns[:8])}); name one with training.dataset_text_field'
-        )
 
 
 def package(module: str, reader_of: str) -> Any:
@@ -354,43 +323,21 @@ class HubData:
         """Number of shards, mostly files; ConfigError if there is no such configuration or split."""
         return self._rows.num_shards
 
-    def texts(self, shard: int, name: str) -> Iterator[str | BadRecord]:
-        """Yield the texts in one column of a shard; see `lines`.
-
-        Args:
-            shard: The number of the shard.
-            name: The column.
-
-        Raises:
-            ConfigError: The hub no longer answers, or the shard is damaged or lacks the column.
-        """
-
-        def text(row: Mapping[str, Any], where: str) -> str | BadRecord:
-            check_column(name, list(row), str(self))
-            return text_of_row(row[name], name, where)
-
-        return self._records(shard, text)
-
-    def lines(
-        self, shard: int, names: Sequence[str]
-    ) -> Iterator[tuple[bytes, Where] | BadRecord]:
-        """Yield the rows of a shard as lines of JSON, see `line_of_row`.
+    def records(
+        self, shard: int, read: Callable[[Mapping[str, Any], str], Any]
+    ) -> Iterator[Any]:
+        """Yield the documents of the rows of a shard.
 
         The packages repeat failed requests for some minutes. After a row that they cannot convert, nothing of the shard
         can be read: one `BadRecord` replaces all these rows.
 
         Args:
             shard: The number of the shard.
-            names: The columns.
+            read: Makes a document of the values by column, and of the place of the row.
 
         Raises:
-            ConfigError: The hub no longer answers, or the shard is damaged.
+            ConfigError: The hub no longer answers, or the shard is damaged or lacks a needed column.
         """
-        return self._records(shard, partial(line_of_row, names))
-
-    def _records(
-        self, shard: int, read: Callable[[Mapping[str, Any], str], Any]
-    ) -> Iterator[Any]:
         number = -1
         try:
             for number, row in enumerate(self._rows.shard(self.shards, shard)):

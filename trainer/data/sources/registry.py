@@ -6,6 +6,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
@@ -21,11 +22,12 @@ from trainer.data.sources.records import (
     HubData,
     Tally,
     Where,
+    line_of_row,
     lines_of,
-    lines_of_rows,
     rows_of,
     text_of_file,
     text_of_line,
+    text_of_row,
 )
 from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import NOTHING, Encoded, open_tokenizer
@@ -93,6 +95,14 @@ class DataSettings:
         if self.dataset in CONVERSATIONS and path.startswith(HUB):
             return path.removeprefix(HUB)
         return path if self.dataset == "hub" else ""
+
+    def conversation_encoder(self) -> ConversationEncoder:
+        """Return the encoder of conversations.
+
+        Raises:
+            ConfigError, MissingFile: As `ConversationEncoder.of`.
+        """
+        return ConversationEncoder.of(self.tokenizer, self.chat_template, self.chat)
 
 
 @dataclass(frozen=True)
@@ -338,26 +348,22 @@ def _texts(_: DataSettings, part: Part) -> Iterator[Any]:
     return map(text_of_file, part.files)
 
 
-def _lines(settings: DataSettings, part: Part) -> Iterator[Any]:
-    file = part.files[0]
-    name = settings.text_field
-    if file.endswith(".parquet"):
-        return rows_of(file, name)
-    return (
-        text_of_line(content, name, where)
-        for content, where in lines_of(file, part.start, part.stop)
-    )
-
-
-def _rows_as_lines(
-    settings: DataSettings, part: Part
-) -> Iterator[tuple[bytes, Where] | BadRecord]:
+def _rows(
+    settings: DataSettings, part: Part, names: Sequence[str], read: Callable[..., Any]
+) -> Iterator[Any] | None:
+    """Return the documents of rows, see `rows_of`; None if the part has lines."""
     file = part.files[0]
     if settings.hub:
-        return HubData.of(settings.hub).lines(part.start, COLUMNS)
-    if file.endswith(".parquet"):
-        return lines_of_rows(file, COLUMNS)
-    return lines_of(file, part.start, part.stop)
+        return HubData.of(settings.hub).records(part.start, read)
+    return rows_of(file, names, read) if file.endswith(".parquet") else None
+
+
+def _texts_of_lines(settings: DataSettings, part: Part) -> Iterator[Any]:
+    name = settings.text_field
+    return _rows(settings, part, [name], partial(text_of_row, name)) or (
+        text_of_line(content, name, where)
+        for content, where in lines_of(part.files[0], part.start, part.stop)
+    )
 
 
 def _conversations_read_by(
@@ -366,18 +372,15 @@ def _conversations_read_by(
     """Return a kind of data set whose lines have messages. `read` turns a line into documents, one for each side."""
 
     def documents(settings: DataSettings, part: Part) -> Iterator[Any]:
-        for line in _rows_as_lines(settings, part):
+        rows = _rows(settings, part, COLUMNS, partial(line_of_row, COLUMNS))
+        for line in rows or lines_of(part.files[0], part.start, part.stop):
             yield from (line, "")[:sides] if isinstance(line, BadRecord) else read(*line)
 
     return Source(
         (".jsonl", *STREAMED),
         _parts_of_lines,
         documents,
-        lambda settings: (
-            ConversationEncoder.of(
-                settings.tokenizer, settings.chat_template, settings.chat
-            ).encode
-        ),
+        lambda settings: settings.conversation_encoder().encode,
     )
 
 
@@ -386,16 +389,10 @@ DATASETS: Registry[Source] = Registry(
     {
         "python_stdlib": Source((), _groups_of_files, _texts, own_files=stdlib_files),
         "text": Source((".txt",), _groups_of_files, _texts),
-        "jsonl": Source((".jsonl", *STREAMED), _parts_of_lines, _lines),
+        "jsonl": Source((".jsonl", *STREAMED), _parts_of_lines, _texts_of_lines),
         "chat": _conversations_read_by(lambda *line: [conversation(*line)]),
         "preferences": _conversations_read_by(preference, sides=2),
-        "hub": Source(
-            (),
-            _parts_of_lines,
-            lambda settings, part: HubData.of(settings.hub).texts(
-                part.start, settings.text_field
-            ),
-        ),
+        "hub": Source((), _parts_of_lines, _texts_of_lines),
         "tokens": Source((".idx",), token_files=True),
     },
 )

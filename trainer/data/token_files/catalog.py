@@ -142,7 +142,7 @@ def check_data(settings: DataSettings, data_streams: int | None = None) -> None:
 
 def _catalog_of_cache(settings: DataSettings, folder: Path) -> Catalog:
     shards = _shards(folder, settings)
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     if not settings.skips and (
         bad := next((entry for entry in shards.values() if "first" in entry), None)
     ):
@@ -214,7 +214,7 @@ def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
             f"{folder} is not finished; run the same `lct tokenize` again, which makes the shards that are missing"
         )
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
         shards = manifest["shards"]
         tokenizer = manifest["tokenizer"]
         _ = [tokenizer[key] for key in ("hash", "name", "vocab_size")]

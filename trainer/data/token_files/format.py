@@ -277,9 +277,7 @@ class TokenFiles:
         notes = []
         for pair in self._catalog.pairs:
             with suppress(OSError, ValueError):
-                notes.append(
-                    json.loads(Path(pair.idx).with_suffix(NOTES).read_text(encoding="utf-8"))
-                )
+                notes.append(json.loads(Path(pair.idx).with_suffix(NOTES).read_text("utf-8")))
         return sum_of(notes)
 
     def fingerprint(self, documents: int) -> int:

@@ -12,7 +12,6 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.files import contents, number_of
 from trainer.data.sources.records import text_of_file
 from trainer.data.sources.registry import DataSettings, Part, files_of, source_of
-from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vocab_size_of
 
 _FORMAT = 2
@@ -150,9 +149,7 @@ def made_by(settings: DataSettings) -> dict[str, int]:
     if settings.dataset in ("jsonl", "hub"):
         hashes["text_field"] = hash_of(settings.text_field)
     if settings.dataset in CONVERSATIONS:
-        encoder = ConversationEncoder.of(
-            settings.tokenizer, settings.chat_template, settings.chat
-        )
+        encoder = settings.conversation_encoder()
         hashes["template"] = hash_of(encoder.identity)
     return hashes
 
@@ -163,9 +160,7 @@ def template_hash(settings: DataSettings) -> int | None:
     Args:
         settings: The data set.
     """
-    files = ConversationEncoder.of(
-        settings.tokenizer, settings.chat_template, settings.chat
-    ).files
+    files = settings.conversation_encoder().files
     return None if files is None else hash_of(files)
 
 

@@ -103,7 +103,7 @@ def _pinned(settings: DataSettings) -> DataSettings:
     note = cache_folder() / "hub" / f"{hash_of(hub):016x}"
     if not note.exists():
         write_whole(note, HubData.of(hub).pinned().path.encode())
-    pinned = settings.path.removesuffix(hub) + note.read_text(encoding="utf-8")
+    pinned = settings.path.removesuffix(hub) + note.read_text("utf-8")
     return replace(settings, path=pinned)
 
 
@@ -167,7 +167,7 @@ def noted(folder: Path) -> dict[str, Any]:
     """
     for name in (UNFINISHED, MANIFEST):
         try:
-            plan = json.loads((folder / name).read_text(encoding="utf-8"))
+            plan = json.loads((folder / name).read_text("utf-8"))
         except FileNotFoundError:
             continue
         except (ValueError, RecursionError):

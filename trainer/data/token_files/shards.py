@@ -99,7 +99,7 @@ def entry_of(stem: Path) -> dict[str, Any]:
     pair = open_pair(str(stem.with_suffix(".idx")))
     note = {}
     with suppress(FileNotFoundError):
-        note = json.loads(stem.with_suffix(".skipped").read_text(encoding="utf-8"))
+        note = json.loads(stem.with_suffix(".skipped").read_text("utf-8"))
     return {
         "documents": pair.documents,
         "tokens": os.path.getsize(pair.ids) // pair.itemsize,

@@ -27,15 +27,20 @@ def read_messages(raw: object) -> list[dict[str, Any]]:
     Raises:
         ConfigError: A message has another form, or a part that is no text.
     """
-    if (
-        not isinstance(raw, list)
-        or not raw
-        or not all(isinstance(message, dict) for message in raw)
-    ):
+    if not raw or not are_objects(raw):
         raise ConfigError(
             f'"messages" must be a list of objects with "role" and "content"; write {EXAMPLE}'
         )
     return [_message(message, number) for number, message in enumerate(raw, 1)]
+
+
+def are_objects(raw: object) -> bool:
+    """Return whether a value of JSON is a list of objects.
+
+    Args:
+        raw: The value.
+    """
+    return isinstance(raw, list) and all(isinstance(item, dict) for item in raw)
 
 
 def read_template_arguments(raw: object) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def find_template(
 def _read(chat_template: str) -> str:
     """Return the text of the configured file."""
     try:
-        return Path(os.path.expanduser(chat_template)).read_text(encoding="utf-8")
+        return Path(os.path.expanduser(chat_template)).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise MissingFile(
             f"model.chat_template = {chat_template!r} cannot be read ({getattr(error, 'strerror', error)}); name "
@@ -86,7 +86,7 @@ def _source_in(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, P
     """Return the template of a folder, None if it has none, and its file. `settings` are the tokenizer's."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8"), file
+        return file.read_text("utf-8"), file
     source = settings.get("chat_template")
     if isinstance(source, list):  # several, by name
         named = (

@@ -42,22 +42,9 @@ _SPECIAL = re.compile(f"({'|'.join(map(re.escape, SPECIAL_TOKENS))})")
 # Most characters of a run of white space, or of other characters, that tiktoken gets (the limit of Llama 3). Its regex
 # overflows its stack on a million blanks, and its merges are slow on very long words.
 MAX_RUN = 25_000
-_BLANKS = (
-    *range(9, 14),
-    32,
-    0x85,
-    0xA0,
-    0x1680,
-    *range(0x2000, 0x200B),
-    0x2028,
-    0x2029,
-    0x202F,
-    0x205F,
-    0x3000,
-)
 # by code point; the last entry is for all higher code points
-_IS_BLANK = np.zeros(0x3002, dtype=bool)
-_IS_BLANK[list(_BLANKS)] = True
+_IS_BLANK = np.array([chr(code).isspace() for code in range(0x3002)])
+_IS_BLANK[0x1C:0x20] = False  # white space of Python, and not of Unicode
 
 
 class TiktokenTokenizer(Tokenizer):

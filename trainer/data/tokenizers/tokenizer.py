@@ -174,7 +174,7 @@ def tokenizer_hash(path: str) -> str:
     Args:
         path: The file or folder.
     """
-    return hashlib.sha256(Path(_format_of(path)[1]).read_bytes()).hexdigest()
+    return hashlib.sha256(tokenizer_file(path).read_bytes()).hexdigest()
 
 
 def tokenizer_file(path: str) -> Path:

@@ -123,7 +123,7 @@ def facts(file: str, shown: str) -> tuple[int, tuple[str, ...]]:
         ConfigError: The file is damaged.
     """
     try:
-        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        content = json.loads(Path(file).read_text("utf-8"))
         vocab = content["model"]["vocab"]
         ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
         added = content.get("added_tokens", [])
