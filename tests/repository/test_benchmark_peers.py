@@ -12,7 +12,7 @@ from scripts.benchmarks.peers_data import END, conversations, labelled, order, p
 from scripts.benchmarks.peers_runs import CASES, DATA, LAYOUTS, ROOT, Setting, ours, peer
 
 STEPS = 2
-LAYOUTS_OF = {"sft": "1 rank,CP 2", "lora": "FSDP 2", "dpo": "1 rank"}
+LAYOUTS_OF = {"sft": "CP 2", "lora": "FSDP 2", "dpo": "1 rank"}
 TOLERANCE = {"sft": 1e-6, "lora": 1e-6, "dpo": 1e-5}
 """A loss of preferences is a difference of two sums over an answer."""
 
