@@ -34,7 +34,14 @@ PRESETS |= {
 }
 PRESETS |= {"debug_model.toml": 2, "qwen3_8b.toml": 8, "qwen3_8b_1m.toml": 8, "qwen3_8b_trajectories.toml": 8}
 PRESETS |= {"qwen3_next_80b.toml": 64, "kimi_linear_48b.toml": 32, "granite4_h_small.toml": 16, "deepseek_v3.toml": 512}
-for _name in ("llama3_8b_lora", "finetune", "sft", "lora", "dpo"):  # test_lora.py, test_fine_tuning_presets.py
+for _name in (
+    "llama3_8b_lora",
+    "llama3_8b_lora_24gb",
+    "finetune",
+    "sft",
+    "lora",
+    "dpo",
+):  # test_lora.py, test_fine_tuning_presets.py
     del PRESETS[f"{_name}.toml"]
 
 

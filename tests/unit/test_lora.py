@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lct_planner.timing import device
 from trainer.components.optimizer import build_optimizer
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
@@ -150,6 +151,17 @@ def test_the_preset_adapts_on_one_gpu_or_more(ranks: int) -> None:
     memory = job.task.memory(job)
     assert memory.total < 0.8 * 80e9
     assert memory.optimizer < 0.02 * memory.weights
+
+
+def test_the_preset_for_24_gb_keeps_what_fits_there() -> None:
+    """From step to step; `lct estimate` traces the peak."""
+    config = parse_command_line(["--job.config_file=llama3_8b_lora_24gb"]).config
+    job = resolve(config, 1, "cuda", missing=[])
+    assert job.notes == ()
+    assert config.training.seq_len == 90112
+    memory = job.task.memory(job)
+    assert 15.0 < memory.weights / 2**30 < 15.1
+    assert memory.total < device("rtx4090").memory - 6e9
 
 
 def test_alpha_over_rank_is_the_factor() -> None:

@@ -1,7 +1,6 @@
 """Checkpoints by torch.distributed.checkpoint (DCP): tensors in shards that any layout reads, everything else as JSON.
 
-Entries are named by parameter, never by rank: `model.<name>`, `optimizer.<name>.<moment>`, and one per data stream. So
-a checkpoint of one layout loads on every other. `folder.py` has the files and their names.
+Entries are named by parameter (`optimizer.<name>.<moment>`) or data stream, never by rank: every layout loads them.
 """
 
 import json
@@ -181,11 +180,11 @@ class Checkpointer:
         """
         world = self.dims["world"]
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
-        *adapters, base = readers = raise_on_all_ranks(
+        *peft, base = readers = raise_on_all_ranks(
             lambda: open_initial(self._config, self._model, self._once), world
         )
         raise_on_all_ranks(
-            lambda: load_weights(readers, model_parts, adapters=bool(adapters)), world
+            lambda: load_weights(readers, model_parts, adapters=bool(peft)), world
         )
         types = {name: x.dtype for x, name in names_of(model_parts).items()}
         if isinstance(base, HFReader) and (rounded := base.rounded_to(types)):

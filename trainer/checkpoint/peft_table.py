@@ -50,8 +50,9 @@ def _counterparts(
         _, hf = pairs[f"{module}.weight"]
         if hf.all_rows:
             raise ConfigError(
-                f"lora.modules: {module.rpartition('.')[2]!r} is a part of {hf.name} there, and peft has adapters "
-                "of whole tensors; use lct convert to-hf, which adds the adapters to the weights"
+                f"lora.modules: {module.rpartition('.')[2]!r} is a part of {hf.name} there, and peft "
+                "has adapters of whole tensors; use lct convert to-hf, which adds the adapters to the "
+                "weights"
             )
         there = _BEFORE + hf.name.removesuffix("weight")
         return HFTensor(f"{there}lora_A.weight"), replace(hf, name=f"{there}lora_B.weight")

@@ -68,8 +68,8 @@ def into_folder(args: argparse.Namespace) -> None:
         )
     if args.hub and (args.path or args.dataset not in ("jsonl", *CONVERSATIONS)):
         raise ConfigError(
-            f"--hub {args.hub} has its own files and format; leave out --path and --dataset, or write --dataset "
-            f"{' or '.join(CONVERSATIONS)} for conversations"
+            f"--hub {args.hub} has its own files and format; leave out --path and --dataset, or "
+            f"write --dataset {' or '.join(CONVERSATIONS)} for conversations"
         )
     folder = Path(args.output)
     log = partial(print, flush=True)

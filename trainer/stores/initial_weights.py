@@ -39,19 +39,13 @@ def check_initial_weights(
         ConfigError: They are damaged, of another model, or neither a Hugging Face folder nor a checkpoint.
         MissingFile: The path does not exist.
     """
-    address = config.checkpoint.initial_load_path
-    if address is None:
+    start = config.checkpoint.initial_load_path
+    if start is None:
         return
     if config.checkpoint.enable and step_to_load(config) is not None and not config.lora.rank:
         return  # a run with checkpoints resumes from them; only checkpoints of adapters need the weights, too
-    if (base := base_weights(config)) != address:
-        if config.model.folder is None:
-            raise ConfigError(
-                f"{_KEY} = {address!r} holds adapters of peft, and not the weights that they adapt; name the folder of "
-                "these in model.path"
-            )
-        _check_adapters(config, model, Path(address))
-        address = base
+    if (address := base_weights(config)) != start:
+        _check_adapters(config, model, Path(start))
     path = Path(address)
     step = saved_step(_KEY, address)
     if step is None and not path.is_dir():
@@ -73,15 +67,14 @@ def check_initial_weights(
         check_same_model(state, plain, model, address, remedy=remedy, dtype=False)
         return
     folder = opened_at(path, opened)
-    if folder.has_config:
-        _check_hf(config, model, folder)
-        _ = folder.tensors  # checks that all files are there, and whole
-    else:
+    if not folder.has_config:
         raise ConfigError(
             f"{_KEY} = {address!r} holds neither a {CONFIG_FILE} of a Hugging Face model nor a {STATE_FILE} of a "
             "checkpoint. Name a Hugging Face folder on this machine, or a folder step-N of "
             "a run's checkpoints"
         )
+    _check_hf(config, model, folder)
+    _ = folder.tensors  # checks that all files are there, and whole
 
 
 def _check_branch(config: JobConfig, address: str, step: int | None) -> None:
@@ -124,18 +117,23 @@ def _check_hf(config: JobConfig, model: ModelArgs, folder: ModelFolder) -> None:
 
 def _check_adapters(config: JobConfig, model: ModelArgs, path: Path) -> None:
     """Check that the run has the adapters of a folder of peft: options, rank, scale and modules."""
+    if config.model.folder is None:
+        raise ConfigError(
+            f"{_KEY} = {str(path)!r} holds adapters of peft, and not the weights that they adapt; "
+            "name the folder of these in model.path"
+        )
     content = read_settings(path / PEFT_FILE)
     for name, value in content.items():
         is_default = value in _USUAL or (name, value) == ("init_lora_weights", True)
         if name not in _READ and not is_default:
             raise ConfigError(
-                f"{path / PEFT_FILE}: {name} = {value!r} is an option of peft that is not read; merge the adapters "
-                "into the model with peft (merge_and_unload), and train new ones"
+                f"{path / PEFT_FILE}: {name} = {value!r} is an option of peft that is not read; "
+                "merge the adapters into the model with peft (merge_and_unload), and train new ones"
             )
     if not (path / PEFT_TENSORS).is_file():
         raise ConfigError(
-            f"{path} lacks {PEFT_TENSORS}, and a pickle (.bin) is not read; load the adapters with peft, and write "
-            "them with save_pretrained"
+            f"{path} lacks {PEFT_TENSORS}, and a pickle (.bin) is not read; load the adapters with "
+            "peft, and write them with save_pretrained"
         )
     tensor_of = hf_config(config.model.name).tensor
     layers = [name for name in model.linear_shapes() if name.startswith("layers.")]
