@@ -5,7 +5,7 @@
 
 Each case has the same model, conversations (examples/about_itself.jsonl), labels, order, AdamW and learning rate on
 both sides, in float32 on the CPU. Each contender is a process of its own, `lct train` with its ranks; contenders take
-turns. A one-rank process and each peer get `--threads` threads (OMP_NUM_THREADS). Two ranks share them, and each has one
+turns. A one-rank process and each peer get `--threads` threads (OMP_NUM_THREADS). Two ranks share them, each with one
 at least. Without MODEL, `--tiny` makes a small model. A file of `--json` keeps the cases that `--cases` leaves out.
 
 transformers' embedding drops the gradient of the pad token (`padding_idx`); the peers run without that rule, because
