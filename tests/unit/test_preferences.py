@@ -35,6 +35,7 @@ BOTH = [
     {"prompt": PROMPT, "chosen": [message("assistant", "two")], "rejected": [message("assistant", "five and")]},
     {"chosen": [*PROMPT, message("assistant", "two")], "rejected": [*PROMPT, message("assistant", "five and")]},
 ]
+BOTH.append({"prompt": PROMPT, **BOTH[1]})
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def sides(path: Path, folder: Path) -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize("line", BOTH)
 def test_answers_of_the_prompt_are_not_learned(tmp_path: Path, folder: Path, line: dict) -> None:
-    """The prompt is explicit, or it is the common beginning of both sides."""
+    """The prompt is explicit, or it is the common beginning of both sides, or both repeat it."""
     (chosen, first), (rejected, second) = sides(write_lines(tmp_path / "a.jsonl", [line]), folder)
     before = "<|head|>user\nthe fox<|end|>\n<|head|>assistant\nthree<|end|>\n<|head|>user\nadds<|end|>\n"
     assert (chosen, rejected) == tuple(f"{before}<|head|>assistant\n{x}<|end|>\n" for x in ("two", "five and"))
@@ -67,6 +68,16 @@ def test_answers_of_the_prompt_are_not_learned(tmp_path: Path, folder: Path, lin
 
 def test_texts_are_messages_too(tmp_path: Path, folder: Path) -> None:
     lines = [{"prompt": "the fox", "chosen": "two", "rejected": "five"}]
+    assert [x for x, _ in sides(write_lines(tmp_path / "a.jsonl", lines), folder)] == [
+        f"<|head|>user\nthe fox<|end|>\n<|head|>assistant\n{x}<|end|>\n" for x in ("two", "five")
+    ]
+
+
+def test_a_text_that_both_sides_repeat_is_asked_once(tmp_path: Path, folder: Path) -> None:
+    """Data sets such as ultrafeedback_binarized have the question as text, and again in both sides."""
+    asked = [message("user", "the fox")]
+    answers = [[*asked, message("assistant", text)] for text in ("two", "five")]
+    lines = [{"prompt": "the fox", "chosen": answers[0], "rejected": answers[1]}]
     assert [x for x, _ in sides(write_lines(tmp_path / "a.jsonl", lines), folder)] == [
         f"<|head|>user\nthe fox<|end|>\n<|head|>assistant\n{x}<|end|>\n" for x in ("two", "five")
     ]

@@ -7,7 +7,8 @@ completion is learned.
 A pair has `chosen` and `rejected`, and may have a `prompt`:
 
     {"prompt": [messages], "chosen": [messages], "rejected": [messages]}     messages as in conversations
-    {"chosen": [messages], "rejected": [messages]}                           the prompt is their common beginning
+    {"chosen": [messages], "rejected": [messages]}                           the prompt is their common beginning,
+                                                                             also if both repeat a `prompt`
     {"prompt": "...", "chosen": "...", "rejected": "..."}
 
 A pair becomes two successive documents of token files, first the chosen side, then the rejected side, which are packed
@@ -188,14 +189,15 @@ def _sides(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     if not all(isinstance(answer, list) for answer in answers):
         raise TypeError("sides of two kinds")
-    if prompt is None:
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    is_repeated = prompt and all(answer[: len(prompt)] == prompt for answer in answers)
+    if prompt is None or is_repeated:
         prompt = [
             a
             for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(*answers, strict=False))
         ]
         answers = tuple(answer[len(prompt) :] for answer in answers)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
     if not all(answers):
         raise ConfigError("the prompt alone is a side of the pair; leave the line out")
     prompt = [message | {"weight": 0} for message in prompt]
