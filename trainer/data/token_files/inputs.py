@@ -17,7 +17,7 @@ from trainer.data.tokenizers.tokenizer import open_tokenizer, tokenizer_hash, vo
 _FORMAT = 2
 
 
-LABELS = 1
+LABELS = 2
 """Version of the code that makes labels of conversations. Each change of labels raises it, so that no run takes the
 labels of older code from the cache (tests/unit/test_label_code.py)."""
 
