@@ -148,10 +148,16 @@ class Trainer(Assembly):
     def take_batches(self, step: int) -> list[Batch]:
         """Return the micro-batches of a step.
 
-        The totals of the step before have reported reading errors of later steps.
+        The first step of a run is a collective: all ranks raise if one cannot read. The ranks of a data-parallel rank
+        also check that they read the same batch. Later steps need no collective, because the totals of the step before
+        have reported reading errors.
 
         Args:
             step: Number of the step.
+
+        Raises:
+            SharedConfigError: In the first step a rank cannot read.
+            TrainingError: In the first step ranks of a data-parallel rank read different batches.
         """
         with self.metrics.loading_data(), self.region("data_loading"):
             if step > self.start_step + 1:

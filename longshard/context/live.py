@@ -331,7 +331,7 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
         handle: The handle, (B,) int64.
 
     Raises:
-        ContextParallelError: No context is open, or the handle belongs to a closed one.
+        ContextParallelError: No context is open, the handle belongs to a closed one, or its entries name several plans.
     """
     if not _live:
         raise ContextParallelError(

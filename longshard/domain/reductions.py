@@ -66,7 +66,11 @@ def _truth(function, x, dim=None, keepdim=False) -> DomainTensor:
 def _variance(
     function, x, dim=None, unbiased=None, keepdim=False, *, correction=None
 ) -> DomainTensor:
-    """Compute the variance. As in torch, CPUs use float64; without a positive divisor the result is infinite or NaN."""
+    """Compute the variance, or its root if the function is named `std`.
+
+    As in torch, CPUs use float64. Without a positive divisor the result is infinite or NaN. A root of 0 has no
+    gradient.
+    """
     if isinstance(dim, bool):  # the first argument may be `unbiased`
         unbiased = dim
         dim = None

@@ -122,6 +122,9 @@ def main(argv: list[str]) -> int:
 def check_tensors(job: ResolvedJob) -> None:
     """Compare names and shapes of a Hugging Face folder with the model, by the headers of its files.
 
+    Nothing is compared if the job starts from no such folder. A checkpoint of the run replaces the folder, except with
+    LoRA; then nothing is compared, too.
+
     Args:
         job: The resolved job.
 

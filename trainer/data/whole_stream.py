@@ -219,7 +219,11 @@ class WholeStream(ItemStream):
         )
 
     def _read(self, place: int) -> None:
-        """Make the document at a place in the epoch's order wait, unless it has no label."""
+        """Make the last piece of the document at a place in the epoch's order wait.
+
+        The pieces before it, of `seq_len` tokens, replace `_whole`: each becomes a sequence by itself. A document
+        without pieces, such as one without labels, does not wait.
+        """
         pieces = self._pieces(place)
         self._whole = pieces[:-1]
         self._whole_left = len(pieces[:-1])

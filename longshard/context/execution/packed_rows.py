@@ -140,10 +140,13 @@ class PackedRows:
         return len(self.blocks) == 1 and ranges == tuple(sorted(ranges))
 
     def rows(self, tensors: Tensors) -> Tensors:
-        """Return all rows of the tensors as bytes, (R, width) for each block.
+        """Return all rows of the tensors as bytes, (R, width) for each of `blocks`.
+
+        A row has the bytes of all tensors of its block, side by side.
 
         Args:
-            tensors: The tensors, (B, h, R, ...).
+            tensors: The tensors, (B, h, R, ...) each: of queries first, then of keys. Rows are in the order of
+                the sequence.
         """
         remaining = iter(tensors)
         whole = []

@@ -69,12 +69,13 @@ def choose(
 ) -> tuple[ContextParallelOptions, str]:
     """Return options with the method that sends least, and the reason in words; cached.
 
-    Methods that send up to a tenth more than the least count as equal. If shards are long, the ring is first among
-    them, because it sends messages while it computes tiles. If shards are short, all-gather replaces the ring, with
-    fewer messages. Without a ring, the method with the fewest calls of `options.kernel` is first.
+    All methods are compared, even if the options name one already. Methods that send up to a tenth more than the least
+    count as equal. If shards are long, the ring is first among them, because it sends messages while it computes tiles.
+    If shards are short, all-gather replaces the ring, with fewer messages. Without a ring, the method with the fewest
+    calls of `options.kernel` is first.
 
     Args:
-        options: The options that the user wrote.
+        options: The options that the user wrote. Their method, `hybrid_degrees` and `heads_per_pass` are not used.
         masks: The different masks of the model's layers.
         degree: The number of ranks.
         shape: The shape of attention on one rank, with its local heads.

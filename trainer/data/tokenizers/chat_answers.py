@@ -204,7 +204,9 @@ class Answers:
     ) -> tuple[str, dict[tuple[str, int], int]]:
         """Return the text of messages, and where the contents of some of them start and stop in it.
 
-        Contents that the template changes have no place. The text is empty if the template refuses the messages.
+        A place has the key (`_FIRST` or `_LAST`, number of the message). An empty content has no places, and a mark
+        that the template drops has none. Templates that depend on contents may write another text than without marks.
+        The text is empty if the template refuses the messages. With `prompts` the generation prompt ends the text.
         """
         changed = list(messages)
         for i in numbers:

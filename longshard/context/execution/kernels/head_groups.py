@@ -35,7 +35,9 @@ class HeadGroups(ManyTiles):
     def forward_many(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
-        """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows), group by group of the heads.
+        """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows).
+
+        The kernel gets a group of heads at a time, if all heads are too many for it. Each group has the same launch.
 
         Args:
             q: The queries, (B, H, S, D).
