@@ -287,7 +287,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                 yield node.attr
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
             name = ast.unparse(node.args[1]).strip("'")
-            if name.startswith("_"):
+            if name.startswith("_") and not name.startswith("__"):
                 yield name
 
 
