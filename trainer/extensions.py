@@ -47,8 +47,11 @@ def register_model(
     Args:
         name: Name of the family.
         flavors: Sizes by name, for `model.flavor`.
-        spec: The module that holds `SPEC`, a `ModelSpec`.
+        spec: Name of the module that defines `SPEC`, a `ModelSpec`. Ranks import it later.
         hugging_face: How the family reads and writes a `config.json`, if transformers has it.
+
+    Raises:
+        ConfigError: Another family has this name, or the module does not exist or does not define `SPEC`.
     """
     MODELS.add(name, Family(flavors, spec, hugging_face))
     check_place(f"register_model({name!r}): spec", f"{spec}:SPEC")

@@ -95,6 +95,9 @@ def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, s
 def main(argv: list[str]) -> int:
     """Run `check [FILE] [--world-size N] [--ngpu N] [--table.key value ...]`.
 
+    It checks the configuration and prints its summary. It compares initial weights with the model, and prints the
+    estimated peak memory of a step.
+
     FILE and variables are the same as for `train`. --ngpu is the number of ranks of this machine; with --world-size, of
     each node.
 
@@ -102,7 +105,10 @@ def main(argv: list[str]) -> int:
         argv: The words of the command line, without the command.
 
     Returns:
-        The exit code.
+        The exit code, 0. A wrong configuration raises instead.
+
+    Raises:
+        ConfigError: A setting is wrong, the weights do not fit the model, or another run holds a folder of the job.
     """
     start = parse(argv)
     arguments = ["--check-config", *start.arguments]

@@ -114,8 +114,8 @@ class BatchLoader(StreamLoader):
         """Return the streams of this rank by number, at their beginning.
 
         Args:
-            items: Number of documents that are read.
-            data_streams: Number of streams.
+            items: Number of documents that are read; for a mixture, a tuple with the number of each source.
+            data_streams: Number of streams of all ranks.
         """
         return self._data.streams(
             items, self._training.seq_len, data_streams, self._seed, self._rank, self._degree

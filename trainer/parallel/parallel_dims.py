@@ -48,6 +48,9 @@ _CP = ("cp_ring", "cp_a2a")  # the ring over head groups, and the ranks of a hea
 def factorisation(shared: tuple[str, ...]) -> Factorisation:
     """Return the factorisation of the ranks for dims that divide a sample: a sequence, or a field along its axes.
 
+    Its dims are `pp`, `dp_replicate`, `dp_shard`, the shared dims and `tp`, outermost first. It also names 1-D
+    meshes over several of them. For example, `cp` is the mesh of the ranks that share a sample.
+
     Args:
         shared: Names of the dims that divide a sample.
     """

@@ -342,7 +342,15 @@ def recurring_length(length: int) -> int:
 
 
 def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
-    """Yield a BI_CAUSAL or INV_CAUSAL tile over pieces of queries, with a mask only on the diagonals."""
+    """Yield a BI_CAUSAL or INV_CAUSAL tile over pieces of queries, with a mask only on the diagonals.
+
+    A piece has a masked tile on each diagonal, and a FULL tile over the keys between or after them. If the band is
+    narrower than the piece, the piece stays one BI_CAUSAL tile.
+
+    Args:
+        tile: The tile.
+        extra: By how much the keys of the tile outnumber its queries.
+    """
     (q_start, q_stop) = tile.q
     (kv_start, kv_stop) = tile.kv
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))

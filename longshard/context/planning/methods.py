@@ -99,10 +99,12 @@ def make_plan(
         method: A name of `METHODS`.
         rank: The rank.
         kv_layout: The layout of the keys; None means `layout`.
-        head_degree: For `hybrid`, the size of a head group, which divides the degree.
+        head_degree: The size of a head group. `hybrid` needs it, and it must divide the degree. For another method,
+            None means the size that the method has.
 
     Raises:
-        ValueError: The method is unknown, the mask has another length, or the head degree does not divide the degree.
+        ValueError: The method is unknown, or the mask has another length. Or the head degree of `hybrid` is missing or
+            does not divide the degree.
     """
     kv_layout = kv_layout or layout
     if method not in METHODS:

@@ -83,7 +83,8 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            conversation: The conversation.
+            conversation: Its `messages`, or a `prompt` and an `answer`. It may have `tools`, and more inputs of the
+                template as `values`. The function `where` returns its place, for messages of errors.
 
         Returns:
             The text; and the characters [start, stop) of its answers with their end tokens.
