@@ -326,6 +326,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, help="picture (default: proof.svg in the folder)")
     parser.add_argument("--tiny", action="store_true", help="everything on a tiny model, which learns nothing")
     args = parser.parse_args(argv)
+    if args.model and not (args.model / "config.json").is_file():
+        parser.error(f"--model {args.model} holds no config.json; name a folder of Hugging Face, or leave it out")
     head = made_with("scripts/proof.py", argv, device="cpu") | {"cores": os.cpu_count()}
     args.output.mkdir(parents=True, exist_ok=True)
     size = TINY if args.tiny else FULL

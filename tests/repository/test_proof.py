@@ -106,6 +106,14 @@ def test_nothing_that_is_measured_is_learned(tmp_path: Path) -> None:
         assert not any(middle in source for source in learned)
 
 
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--tiny", "--model", str(tmp_path / "nothere"), "--output", str(tmp_path / "runs")])
+    assert stopped.value.code == 2
+    assert "nothere holds no config.json; name a folder of Hugging Face, or leave it out" in capsys.readouterr().err
+    assert not (tmp_path / "nothere").exists()
+
+
 def test_more_documents_than_the_documentation_has_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="more than the documentation has"):
         proof_text.write_text(tmp_path, 4, 32768, 16384)
