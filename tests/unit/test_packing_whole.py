@@ -191,7 +191,7 @@ def test_what_packs_each_kind_of_data(tmp_path: Path) -> None:
     kinds = {}
     for packing in (None, "concatenate", "best_fit", "pad"):
         data = open_text(DataSettings("jsonl", str(tmp_path)), packing)
-        stream = data.stream(range(1), stream=0, seq_len=64, seed=0)
+        stream = data.packed(Shuffled(range(1), stream=0, seed=0), 64)
         kinds[packing] = type(stream), stream.next_sample().padding
     assert kinds[None] == kinds["concatenate"] == (DocumentStream, 0)
     assert kinds["best_fit"] == kinds["pad"]

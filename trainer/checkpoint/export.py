@@ -18,7 +18,7 @@ from trainer.families.args import DecoderArgs
 from trainer.families.registry import ModelFolder, base_weights, hf_config, start_folder
 from trainer.grouping import grouped
 from trainer.hugging_face.config_json import CONFIG_FILE
-from trainer.hugging_face.folder import PEFT_FILE
+from trainer.hugging_face.folder import PEFT_FILE, adapted_and_whole
 from trainer.hugging_face.pairs import HFModel, Shape
 from trainer.hugging_face.parts import wider_types
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
@@ -249,12 +249,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     model = peft_model(config, args)
     shapes = {name: tuple(x.shape) for name, (x, _) in model.pairs.items()}
     ours = _read(shapes, [open_saved(config, args, step)])
-    names = [hf.name.split(".") for _, hf in model.pairs.values()]
-    modules = {parts[-3] for parts in names if parts[-2] == "lora_A"} - {
-        "experts",
-        "base_layer",
-    }
-    whole = [parts[-2] for parts in names if not parts[-2].startswith("lora_")]
+    modules, whole = adapted_and_whole(hf.name for _, hf in model.pairs.values())
     stacked = {
         f"mlp.experts.{_STACKED[module.rpartition('.')[2]]}"
         for module in adapter_shapes(config, args)
@@ -269,7 +264,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         "use_rslora": config.lora.rslora,
         "lora_dropout": config.lora.dropout,
         "bias": "none",
-        "target_modules": sorted(modules),
+        "target_modules": modules,
         **({"target_parameters": sorted(stacked)} if stacked else {}),
         **({"modules_to_save": whole} if whole else {}),
         "inference_mode": True,

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents
@@ -26,6 +26,9 @@ from trainer.data.order.streams import ItemStream, StreamState
 from trainer.data.packing import PackedSequence
 from trainer.data.text_data import TextData
 from trainer.observer import Positions
+
+if TYPE_CHECKING:
+    from trainer.data.iterable_data import IterableData
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio, odd
 
@@ -221,8 +224,8 @@ class Mixture:
         }
 
 
-DataSet = TextData | Mixture
-"""Documents, and how streams pack them into sequences. `IterableData` has the same methods."""
+DataSet = Union[TextData, Mixture, "IterableData"]
+"""Documents, and how streams pack them into sequences. All kinds have the same methods."""
 
 
 def positions_of(states: Positions, names: Sequence[str]) -> list[tuple[float, float]]:

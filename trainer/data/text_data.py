@@ -1,6 +1,6 @@
 """A data set of token files: its documents, and how streams pack them. Torch-free."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,19 +69,6 @@ class TextData:
             return data_streams
         return streams_with_text(self.source.lengths() > 0, data_streams, seed)
 
-    def stream(
-        self, items: Sequence[int], *, stream: int, seq_len: int, seed: int
-    ) -> TextStream:
-        """Return a stream of some of the documents.
-
-        Args:
-            items: Numbers of the documents.
-            stream: The number of the stream.
-            seq_len: Tokens of a sequence.
-            seed: Seed of the order.
-        """
-        return self.packed(Shuffled(items, stream=stream, seed=seed), seq_len)
-
     def packed(self, order: Order, seq_len: int) -> TextStream:
         """Return a stream of documents in an order.
 
@@ -119,7 +106,9 @@ class TextData:
             dp_degree: The number of data-parallel ranks.
         """
         shares = assigned(items, data_streams, seed, dp_rank, dp_degree)
-        return {s: self.stream(own, stream=s, seq_len=seq_len, seed=seed) for s, own in shares}
+        return {
+            s: self.packed(Shuffled(own, stream=s, seed=seed), seq_len) for s, own in shares
+        }
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
         """Return everything that the meaning of a position depends on, except seed and number of streams.

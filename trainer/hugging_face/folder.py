@@ -1,7 +1,7 @@
 """A Hugging Face folder as one object, which reads each of its files once. Torch-free."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,20 @@ from trainer.hugging_face.stored import (
 
 GENERATION_FILE = "generation_config.json"
 PEFT_FILE = "adapter_config.json"
+
+
+def adapted_and_whole(names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the last names of the modules that have adapters, and of the modules that are saved whole, each sorted.
+
+    Weights of experts, which have no module of their own, are left out.
+
+    Args:
+        names: Names of tensors in a file of peft.
+    """
+    parts = [name.split(".") for name in names]
+    adapted = {name[-3] for name in parts if "lora_A" in name} - {"experts", "base_layer"}
+    whole = {name[-2] for name in parts} - {"lora_A", "lora_B"}
+    return sorted(adapted), sorted(whole)
 
 
 @dataclass(frozen=True)

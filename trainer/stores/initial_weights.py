@@ -8,7 +8,7 @@ from trainer.config.schema import JobConfig, LoRA
 from trainer.families.args import ModelArgs
 from trainer.families.registry import ModelFolder, base_weights, hf_config, opened_at
 from trainer.hugging_face.config_json import CONFIG_FILE, read_settings
-from trainer.hugging_face.folder import PEFT_FILE
+from trainer.hugging_face.folder import PEFT_FILE, adapted_and_whole
 from trainer.hugging_face.stored import PEFT_TENSORS
 from trainer.stores.addresses import named_step, saved_step
 from trainer.stores.folder import read_state, step_to_load
@@ -141,9 +141,7 @@ def _check_adapters(config: JobConfig, model: ModelArgs, path: Path) -> None:
     for name in ("tok_embeddings", "output", *layers):
         if hf := tensor_of(model, f"{name}.weight"):
             ours[hf.name.split(".")[-2]] = name.rpartition(".")[2]
-    saved = [name.split(".") for name in ModelFolder(path).tensors]
-    modules = {parts[-3] for parts in saved if "lora_A" in parts} - {"experts", "base_layer"}
-    whole = {parts[-2] for parts in saved} - {"lora_A", "lora_B"}
+    modules, whole = adapted_and_whole(ModelFolder(path).tensors)
     lora = config.lora
     adapted = {name.rpartition(".")[2] for name in layers if lora.adapts(name)}
     own = vars(lora) | {"modules": sorted(adapted), "whole": sorted(lora.whole)}

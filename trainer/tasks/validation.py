@@ -11,6 +11,7 @@ from trainer.components.step_metrics import ValidationResult
 from trainer.config.errors import ConfigError
 from trainer.data.job_data import open_text, validation_data
 from trainer.data.loader import TextBatch, tensors_of
+from trainer.data.order.streams import Shuffled
 from trainer.data.packing import PackedSequence
 from trainer.data.token_files.catalog import catalog_of
 from trainer.job.record import ResolvedJob
@@ -68,9 +69,8 @@ class Validation:
 
     def sequences(self) -> Iterator[PackedSequence]:
         """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them."""
-        stream = self._data.stream(
-            range(self._data.items), stream=0, seq_len=self.seq_len, seed=0
-        )
+        order = Shuffled(range(self._data.items), stream=0, seed=0)
+        stream = self._data.packed(order, self.seq_len)
         wanted = self.settings.sequences
         while not wanted or stream.samples < wanted:
             sequence = stream.next_sample()

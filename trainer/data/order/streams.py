@@ -149,7 +149,7 @@ class Shuffled:
 
 
 Order = Any
-"""The items of one stream, in the order of each epoch: a `Shuffled`, or like one."""
+"""The items of one stream, in the order of each epoch: `Shuffled`, or `IterableDocuments` with the same methods."""
 
 
 class ItemStream:

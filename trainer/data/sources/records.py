@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib import import_module
-from itertools import count
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -25,6 +25,8 @@ from trainer.runtime.console import logger
 COMPRESSED = (".jsonl.gz", ".json.gz", ".jsonl.zst", ".json.zst")
 STREAMED = (*COMPRESSED, ".parquet")
 """Endings of files that can only be read from their start to their end."""
+ReadRow = Callable[[Mapping[str, Any], str], Any]
+"""Makes a document of the values of a row by column, and of the place of the row, for messages."""
 Where = Callable[[], str]
 """Returns the place of a record, such as "file, line 7". Only messages call it, because it may take long."""
 
@@ -87,32 +89,36 @@ def lines_of(
                 yield content, lambda number=number: f"{file}, line {before() + number}"
 
 
-def rows_of(
-    file: str, names: Sequence[str], read: Callable[[Mapping[str, Any], str], Any]
-) -> Iterator[Any]:
+def rows_of(file: str, names: Sequence[str], read: ReadRow) -> Iterator[Any]:
     """Yield the documents of the rows of a Parquet file. A row that is not UTF-8 has bytes in its columns.
 
     Args:
         file: The file.
         names: The columns that are read, if the file has any of these.
-        read: Makes a document of the values by column, and of the place of the row.
+        read: Makes a document of a row.
 
     Raises:
         ConfigError: The file cannot be read to its end, lacks a needed column, or needs pyarrow.
     """
     parquet = package("pyarrow.parquet", file)
-    numbers = count()
     with reading(file), parquet.ParquetFile(file, page_checksum_verification=True) as table:
         there = table.schema_arrow.names
         columns = [name for name in names if name in there] or there
         # Arrow also reads a struct "a" with a field "b", for the column "a.b".
-        for batch in table.iter_batches(batch_size=1024, columns=columns):
-            for i in range(batch.num_rows):
-                try:
-                    (row,) = batch.slice(i, 1).to_pylist()
-                except UnicodeDecodeError:
-                    row = dict.fromkeys(columns, b"")
-                yield read(row, f"{file}, row {next(numbers)}")
+        batches = table.iter_batches(batch_size=1024, columns=columns)
+        for number, row in enumerate(chain.from_iterable(map(_values, batches))):
+            yield read(row, f"{file}, row {number}")
+
+
+def _values(batch: Any) -> list[dict[str, Any]]:
+    """Return the rows of a batch of Arrow, which refuses a batch with a text that is not UTF-8: the row has bytes."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        if batch.num_rows == 1:
+            return [dict.fromkeys(batch.schema.names, b"")]
+        half = batch.num_rows // 2
+        return _values(batch.slice(0, half)) + _values(batch.slice(half))
 
 
 def line_of_row(
@@ -129,14 +135,15 @@ def line_of_row(
     """
     content = b""
     with suppress(TypeError, ValueError):
-        text = json.dumps({name: row.get(name) for name in names})
-        fields = json.loads(text, object_hook=_without_nulls)
+        fields = _without_nulls({name: row.get(name) for name in names})
         content = json.dumps(fields, ensure_ascii=False).encode()
     return content, lambda: where
 
 
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+    return [*map(_without_nulls, value)] if isinstance(value, list) else value
 
 
 def text_of_file(file: str) -> str | BadRecord:
@@ -323,9 +330,7 @@ class HubData:
         """Number of shards, mostly files; ConfigError if there is no such configuration or split."""
         return self._rows.num_shards
 
-    def records(
-        self, shard: int, read: Callable[[Mapping[str, Any], str], Any]
-    ) -> Iterator[Any]:
+    def records(self, shard: int, read: ReadRow) -> Iterator[Any]:
         """Yield the documents of the rows of a shard.
 
         The packages repeat failed requests for some minutes. After a row that they cannot convert, nothing of the shard
@@ -333,7 +338,7 @@ class HubData:
 
         Args:
             shard: The number of the shard.
-            read: Makes a document of the values by column, and of the place of the row.
+            read: Makes a document of a row.
 
         Raises:
             ConfigError: The hub no longer answers, or the shard is damaged or lacks a needed column.
