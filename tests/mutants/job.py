@@ -12,8 +12,8 @@ DATA = (
     Mutant(
         "a field that a row of Parquet lacks is null",
         "trainer/data/sources/records.py",
-        "return {name: value for name, value in fields.items() if value is not None}",
-        "return fields",
+        "return {name: _without_nulls(x) for name, x in value.items() if x is not None}",
+        "return {name: _without_nulls(x) for name, x in value.items()}",
         "tests/unit/test_chat_tables.py::test_every_kind_of_line_is_in_a_table",
     ),
     Mutant(
