@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
 from scripts import get_model
-from scripts.proof_text import write_text, write_tiny_model
+from scripts.differences import largest_difference
+from scripts.proof_text import documentation, write_text
 from scripts.provenance import made_with
+from scripts.tiny_model import write_tiny_model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -262,16 +264,6 @@ def _transformers_text(folder: Path, prompt: str, tokens: int) -> str:
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def largest_difference(losses: Iterable[float], reference: Iterable[float]) -> float:
-    """Return the largest relative difference of the steps that both runs have.
-
-    Args:
-        losses: The losses of a run.
-        reference: The losses of another run.
-    """
-    return max(abs(loss - other) / other for loss, other in zip(losses, reference, strict=False))
-
-
 def prove(size: Size, folder: Path, model: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Do all parts.
 
@@ -303,7 +295,7 @@ def prove(size: Size, folder: Path, model: Path, say: Callable[[str], None]) -> 
         "equal_difference": max(largest_difference(equal[ranks], equal[1]) for ranks in (4, 2)),
         "long_losses": long,
         "one_rank_losses": one,
-        "long_difference": largest_difference(long, one),
+        "long_difference": largest_difference(long[: len(one)], one),
         "texts": texts,
         "took": proof.took,
     }
@@ -333,7 +325,9 @@ def main(argv: list[str] | None = None) -> int:
     size = TINY if args.tiny else FULL
     model = args.model or args.output / "model"
     if not model.exists():
-        write_tiny_model(model, size.positions) if args.tiny else get_model.get("smollm2", str(model), None)
+        write_tiny_model(model, [documentation()], size.positions) if args.tiny else get_model.get(
+            "smollm2", str(model), None
+        )
     result = head | prove(size, args.output, model, partial(print, flush=True))
     (args.json or args.output / "proof.json").write_text(json.dumps(result, indent=2) + "\n")
     from scripts.proof_picture import draw

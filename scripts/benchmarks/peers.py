@@ -36,26 +36,17 @@ from scripts.benchmarks.peers_data import (
     conversations,
     order,
     preference_pairs,
-    small_model,
     token_ids,
 )
 from scripts.benchmarks.peers_runs import CASES, DATA, LAYOUTS, ROOT, Setting, first_adapters, ours, peer
+from scripts.differences import largest_difference
 from scripts.provenance import made_with
+from scripts.tiny_model import write_tiny_model
 
 # ---- rows
 
 
 _SHOWN = (("tokens_per_second", 0), ("tokens_per_cpu_second", 0), ("peak_gib", 1))
-
-
-def largest_difference(values: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest relative difference of two sequences of the same length.
-
-    Args:
-        values: The values.
-        others: The values to compare with; the differences are relative to these.
-    """
-    return max(abs(a - b) / abs(b) for a, b in zip(values, others, strict=True))
 
 
 def row(runs: Sequence[Mapping[str, Any]], tokens: Sequence[int]) -> dict[str, Any]:
@@ -238,7 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model.resolve() if args.model else Path(scratch, "tiny")
         if args.tiny:
-            small_model(model, DATA)
+            texts = [message["content"] for chat in conversations(DATA) for message in chat]
+            write_tiny_model(model, texts, positions=512)
         for name in cases:
             data = Path(scratch, "pairs.jsonl") if name == "dpo" else DATA
             setting = Setting(name, model, data, Path(scratch), args.steps, args.seq_len, args.threads)

@@ -1,4 +1,4 @@
-"""What both sides of the benchmark against peers train on: a small model, preference pairs, and the order of steps.
+"""What both sides of the benchmark against peers train on: conversations, preference pairs, and the order of steps.
 
 The trainer packs and shuffles conversations by itself. `order` reads its batches, and finds each document among the
 conversations by the token ids that transformers' `apply_chat_template` makes. So the peers get the same conversations
@@ -11,10 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
+from scripts.tiny_model import END
 from trainer.config.loader import parse_command_line
 from trainer.data.job_data import open_training_data
 from trainer.data.loader import BatchLoader
@@ -23,11 +20,6 @@ from trainer.families.registry import from_path
 LR, BETAS, EPS = 1e-4, (0.9, 0.95), 1e-8
 MAX_NORM = 1.0
 DPO_BETA = 0.1
-START, END = "<|im_start|>", "<|im_end|>"
-_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 _FURTHER = 7
 """A rejected answer is the answer of a conversation this many lines further on, or of the next one that differs."""
 
@@ -53,34 +45,6 @@ def preference_pairs(chats: Sequence[list[dict[str, str]]]) -> list[dict[str, li
         rejected = next(other for other in others if other["content"] != chat[-1]["content"])
         pairs.append({"prompt": chat[:-1], "chosen": chat[-1:], "rejected": [rejected]})
     return pairs
-
-
-def small_model(folder: Path, file: Path) -> None:
-    """Write a small Llama with tied embeddings, and a tokenizer with a chat template, as a folder of Hugging Face.
-
-    Args:
-        folder: The new folder.
-        file: The conversations, whose text trains the tokenizer.
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>", START, END]
-    texts = (message["content"] for chat in conversations(file) for message in chat)
-    bpe = trainers.BpeTrainer(vocab_size=1024, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(texts, bpe)
-    named = {"bos_token": START, "eos_token": END, "pad_token": END}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=_TEMPLATE, **named)
-    fast.save_pretrained(folder)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    config = LlamaConfig(
-        vocab_size=len(fast), **sizes, **heads, **ends, max_position_embeddings=512, tie_word_embeddings=True
-    )
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def token_ids(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> list[int]:

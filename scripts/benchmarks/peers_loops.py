@@ -1,4 +1,4 @@
-"""A peer's training in a process of its own, for scripts/benchmarks/peers.py.
+"""The program that trains by a peer: transformers, TRL or peft. scripts/benchmarks/peers.py starts it.
 
     python scripts/benchmarks/peers_loops.py work.json result.json
 
@@ -28,7 +28,6 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from scripts.benchmarks.peers_data import (
     BETAS,
     DPO_BETA,
-    END,
     EPS,
     LR,
     MAX_NORM,
@@ -36,6 +35,7 @@ from scripts.benchmarks.peers_data import (
     labelled,
     preference_pairs,
 )
+from scripts.tiny_model import END
 
 
 @dataclass(frozen=True)
@@ -193,11 +193,11 @@ class _Recording:
 
 
 class _SFT(_Recording, SFTTrainer):
-    pass
+    """SFTTrainer with the given steps."""
 
 
 class _DPO(_Recording, DPOTrainer):
-    pass
+    """DPOTrainer with the given steps."""
 
 
 class _Steps(TrainerCallback):

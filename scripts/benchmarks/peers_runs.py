@@ -1,4 +1,4 @@
-"""The contenders of scripts/benchmarks/peers.py: each trains in processes of its own, with the same settings."""
+"""Runs of `lct train` and of the peers with the same settings, for scripts/benchmarks/peers.py."""
 
 import json
 import os

@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from scripts.benchmarks.peers import differences, largest_difference, main, row, sentence, table
-from scripts.benchmarks.peers_data import END, conversations, labelled, order, preference_pairs, small_model
+from scripts.benchmarks.peers import differences, main, row, sentence, table
+from scripts.benchmarks.peers_data import conversations, labelled, order, preference_pairs
 from scripts.benchmarks.peers_runs import CASES, DATA, LAYOUTS, ROOT, Setting, ours, peer
+from scripts.differences import largest_difference
+from scripts.tiny_model import END, write_tiny_model
 
 STEPS = 2
 LAYOUTS_OF = {"sft": "CP 2", "lora": "FSDP 2", "dpo": "1 rank"}
 TOLERANCE = {"sft": 1e-6, "lora": 1e-6, "dpo": 1e-5}
 """A loss of preferences is a difference of two sums over an answer."""
+
+
+def small_model(folder: Path) -> None:
+    texts = [message["content"] for chat in conversations(DATA) for message in chat]
+    write_tiny_model(folder, texts, positions=512)
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -40,7 +47,7 @@ def test_losses_and_gradient_norms_equal_the_peers(name: str, tmp_path: Path) ->
 
 def test_other_conversations_would_be_seen(tmp_path: Path) -> None:
     model = tmp_path / "model"
-    small_model(model, DATA)
+    small_model(model)
     setting = Setting("sft", model, DATA, tmp_path, STEPS, 160, 2)
     trained = ours(setting, "1 rank")
     others = peer(setting, "transformers", [[0, 1, 2, 3]] * STEPS)
@@ -49,7 +56,7 @@ def test_other_conversations_would_be_seen(tmp_path: Path) -> None:
 
 
 def test_hand_made_labels_are_the_answer_and_its_end(tmp_path: Path) -> None:
-    small_model(tmp_path, DATA)
+    small_model(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     chat = conversations(DATA)[0]
     learned = [label for label in labelled(tokenizer, chat)["labels"] if label != -100]
@@ -57,7 +64,7 @@ def test_hand_made_labels_are_the_answer_and_its_end(tmp_path: Path) -> None:
 
 
 def test_another_template_is_seen(tmp_path: Path) -> None:
-    small_model(tmp_path, DATA)
+    small_model(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     arguments = [f"--job.config_file={ROOT / 'train_configs' / 'sft.toml'}"]
     arguments += Setting("sft", tmp_path, DATA, tmp_path, 1, 160, 1).arguments("1 rank")

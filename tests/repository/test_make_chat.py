@@ -2,35 +2,28 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from scripts.proof_text import write_tiny_model
+from scripts.tiny_model import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
-    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("chat") / "model"
-    write_tiny_model(folder, 1024)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    write_tiny_model(folder, [(ROOT / "examples" / "about_itself.jsonl").read_text()], positions=1024)
     return folder
 
 
 def test_the_model_answers_before_and_after_and_talks(model: Path) -> None:
     run = model.parent / "run"
-    python = ROOT / ".venv" / "bin" / "python"
     # --assume-old: the environment of the tests has the packages
-    command = ["make", "--assume-old=.venv/.installed", "chat", f"MODEL={model}", f"CHAT_RUN={run}", "CHAT_STEPS=2"]
-    if not python.exists():
-        pytest.skip("the tests do not run from .venv of the repository")
+    command = ["make", "--assume-old=.venv/.installed", "chat", f"PY={sys.executable}"]
+    command += [f"MODEL={model}", f"CHAT_RUN={run}", "CHAT_STEPS=2"]
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     lines = "What is a ring?\n/exit\n"
     done = subprocess.run(

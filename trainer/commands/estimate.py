@@ -3,7 +3,7 @@
     estimate [FILE] [--world-size N] [--ngpu N] [--gpu NAME] [--max-seq-len] [--suggest [OUT.toml]] [--picture FILE]
              [--json] [--calibrate OUT.toml] [--table.key value ...]
 
---gpu: h100 (default), h200, b200, a100, rtx4090, or a .toml file with a record; --ngpu: GPUs of a node (8).
+--gpu: h100 (default), h200, b200, a100, rtx4090, or a .toml file with a record; --ngpu: GPUs of a node (default: 8).
 --max-seq-len: the longest training.seq_len that fits; --suggest: degrees, methods and recomputation, the fastest first,
 and the best one written to OUT.toml; --picture: memory over the step, as .png or .svg; --calibrate: run the job on this
 machine for a minute or two, and write the record of its CPU.
