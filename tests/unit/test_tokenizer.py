@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.train_tokenizer import byte_of_char, main, train
+from lct_tools.tokenizer import byte_of_char, train
+from trainer.commands.main import main
 from trainer.config.errors import ConfigError
 from trainer.data.sources.registry import DataSettings, all_documents
 from trainer.data.tokenizers import tiktoken_format as module
@@ -138,7 +139,7 @@ def test_training_is_deterministic_and_its_file_is_used(tmp_path, capsys):
     outputs = [tmp_path / "a" / "one.tiktoken", tmp_path / "two.tiktoken"]
     for output in outputs:
         options = ["--dataset", "text", "--path", str(text), "--vocab-size", "280", "--output", str(output)]
-        assert main(options) == 0
+        assert main(["tokenizer", "train", *options]) == 0
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
     assert "280 tokens from 1 documents" in capsys.readouterr().out
     tokenizer = open_tokenizer(str(outputs[0]))
@@ -158,7 +159,8 @@ def test_training_refuses_in_one_sentence(tmp_path, capsys, options, message):
     text = tmp_path / "text.txt"
     text.write_text("abc abd")
     output = tmp_path / "out"
-    assert main(["--dataset", "text", "--path", str(text), "--output", str(output), *options]) == 2
+    command = ["tokenizer", "train", "--dataset", "text", "--path", str(text), "--output", str(output)]
+    assert main([*command, *options]) == 2
     assert message in capsys.readouterr().err
     assert not output.exists()
 
@@ -207,8 +209,8 @@ def _one_sentence(error: ConfigError, message: str) -> None:
     assert text.startswith("model.tokenizer_path = ")
     assert message in text
     for way_out in (
-        "`python scripts/download_tokenizer.py`",
-        "`python scripts/train_tokenizer.py`",
+        "`lct get ORG/NAME --tokenizer-only`",
+        "`lct tokenizer train`",
         "leave model.tokenizer_path out",
     ):
         assert way_out in text
@@ -220,12 +222,12 @@ DOWNLOAD = """
 import sys
 import huggingface_hub
 from huggingface_hub import errors
-from scripts import download_tokenizer
+from trainer.commands.main import main
 error = {error}
 def refuse(**kwargs):
     raise error
 huggingface_hub.hf_hub_download = refuse
-sys.exit(download_tokenizer.main(["--folder", "nowhere"]))
+sys.exit(main(["get", "some/model", "--tokenizer-only", "--folder", "nowhere"]))
 """
 
 
@@ -253,7 +255,7 @@ HUB = """
 import sys
 import huggingface_hub
 from huggingface_hub import errors
-from scripts import download_tokenizer
+from trainer.commands.main import main
 there = {there}
 def fetch(*, repo_id, filename, local_dir, token):
     print("asked for", filename)
@@ -261,7 +263,7 @@ def fetch(*, repo_id, filename, local_dir, token):
         return local_dir + "/" + filename
     raise errors.RemoteEntryNotFoundError.__new__(errors.RemoteEntryNotFoundError)
 huggingface_hub.hf_hub_download = fetch
-sys.exit(download_tokenizer.main(["--repo-id", "some/model", "--folder", "it"]))
+sys.exit(main(["get", "some/model", "--tokenizer-only", "--folder", "it"]))
 """
 
 
@@ -285,4 +287,4 @@ def test_the_download_takes_the_format_that_there_is(there, asked, path):
         assert "some/model has neither original/tokenizer.model nor tokenizer.json" in result.stderr
     else:
         assert result.returncode == 0, result.stderr
-        assert f"use it with --model.tokenizer_path {path}" in result.stdout
+        assert f"next: lct train --model.tokenizer_path {path}" in result.stdout

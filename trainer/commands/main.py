@@ -11,7 +11,7 @@ from trainer.runtime.console import report
 from trainer.runtime.output import outlasting_readers
 
 COMMANDS = load_toml(Path(__file__).with_name("commands.toml"))
-"""Purpose and example of each command."""
+"""Purpose, example and module of each command."""
 _LOGS = (["convert"], ["serve"], ["tokenize"])
 """Commands whose whole output is a log of their work."""
 
@@ -66,8 +66,8 @@ def _run(arguments: list[str]) -> int:
             f"error: {arguments[0]!r} is not a command of lct{did_you_mean(arguments[0], known)}"
         )
         return 2
-    name = arguments[0].replace("tokenize", "tokenize_text")  # Python has a module tokenize
-    command = import_module(f"trainer.commands.{name}")
+    name = arguments[0]
+    command = import_module(COMMANDS[name].get("module", f"trainer.commands.{name}"))
     try:
         return command.main(arguments[1:])
     except ConfigError as error:

@@ -190,7 +190,7 @@ def _tokenizer_of_python(config: JobConfig) -> str:
         return ""
     return (
         "the shipped tokenizer was made of Python's sources: a token has 4.0 characters of Python, 2.8 of English, 1.9 "
-        "of German, 0.5 of Russian, 0.35 of Chinese; train one of your text (scripts/train_tokenizer.py), or name one "
+        "of German, 0.5 of Russian, 0.35 of Chinese; train one of your text (lct tokenizer train), or name one "
         "in model.tokenizer_path"
     )
 

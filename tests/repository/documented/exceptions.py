@@ -111,7 +111,7 @@ EXCEPTIONS = [
         says=r'"role": ?"assistant"',
     ),
     Instead(
-        r"python scripts/download_tokenizer.py .*",
+        r"lct get .* --tokenizer-only.*",
         why="it needs the network and a token",
         instead=r"trap 'rm -rf assets' EXIT; rm -rf assets; WARM_SERVERS= HF_HUB_OFFLINE=1 \g<0>",
         code=2,

@@ -35,7 +35,7 @@ _PRINTED = {
     "scripts/compare.py": "the same: ",
     "scripts/compare_shard_tensor.py": r"ours: (\d+) of \1 exact",
     "scripts/gpu_check.py": "no block failed",
-    "scripts/train_tokenizer.py": r"\d+ tokens",
+    "lct tokenizer": r"\d+ tokens",
 }
 _PRINTED_WITH = {
     "--model.path": "the weights are read from",

@@ -55,7 +55,7 @@ APPENDED = {
     "examples.fields.forecast": "--steps 2",
     "pytest": "--collect-only -q",
     "scripts/gpu_check.py": "--device cpu --blocks versions,tiles",
-    "scripts/train_tokenizer.py": "--vocab-size 300",
+    "lct tokenizer": "--vocab-size 300",
     "tensorboard": "--inspect",
     "tests.fake_cuda": "--only 'one GPU'",
 }

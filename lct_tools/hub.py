@@ -1,25 +1,40 @@
-"""Download a tokenizer from the Hugging Face hub: `original/tokenizer.model` of Llama 3, or `tokenizer.json`.
+"""Downloads from the Hugging Face hub, and its errors as sentences."""
 
-    python scripts/download_tokenizer.py --repo-id meta-llama/Llama-3.1-8B --token hf_...
-    python scripts/download_tokenizer.py --repo-id Qwen/Qwen3-8B --folder assets/qwen3
-
-Meta's repositories ask for an account and the acceptance of the licence; a token also comes from `hf auth login`.
-"""
-
-import argparse
-import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
 from trainer.config.errors import ConfigError
 
 FILENAME, OTHER = "original/tokenizer.model", "tokenizer.json"
-SETTINGS_FILES = ("tokenizer_config.json", "generation_config.json")  # name the tokens that begin and end a text
-_OTHERWISE = f"copy {FILENAME} here by hand, or train a tokenizer with `python scripts/train_tokenizer.py`"
+SETTINGS_FILES = (
+    "tokenizer_config.json",
+    "generation_config.json",
+)  # name the tokens that begin and end a text
+_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+_OTHERWISE = f"copy {FILENAME} here by hand, or train a tokenizer with `lct tokenizer train`"
 
 
-def download(repo_id: str, folder: str, token: str | None) -> str:
+def download_model(repo_id: str, folder: Path, token: str | None) -> None:
+    """Download the files of a model.
+
+    Args:
+        repo_id: The repository, ORG/NAME.
+        folder: The new folder.
+        token: An access token; None for the token of `hf auth login`.
+
+    Raises:
+        ConfigError: The hub refuses access, or cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(repo_id, local_dir=folder, token=token, allow_patterns=_MODEL_FILES)
+    except Exception as error:
+        if not is_of_hub(error):
+            raise
+        raise ConfigError(hub_reason(error, repo_id, "copy the folder here by hand")) from None
+
+
+def download_tokenizer(repo_id: str, folder: str, token: str | None) -> str:
     """Return the path of the downloaded file, `<folder>/original/tokenizer.model` or `<folder>/tokenizer.json`.
 
     Args:
@@ -36,9 +51,13 @@ def download(repo_id: str, folder: str, token: str | None) -> str:
     def fetch(name: str) -> str | None:
         """Return the path of a file; None: the repository lacks it."""
         try:
-            return hf_hub_download(repo_id=repo_id, filename=name, local_dir=folder, token=token)
+            return hf_hub_download(
+                repo_id=repo_id, filename=name, local_dir=folder, token=token
+            )
         except hub.EntryNotFoundError as error:
-            if isinstance(error, hub.LocalEntryNotFoundError):  # no connection, and nothing cached
+            if isinstance(
+                error, hub.LocalEntryNotFoundError
+            ):  # no connection, and nothing cached
                 raise
             return None
 
@@ -83,10 +102,16 @@ def hub_reason(error: Exception, repo_id: str, otherwise: str) -> str:
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, hub.HFValidationError):
-        return f"{repo_id!r} is no name of a repository; it must look like meta-llama/Llama-3.1-8B"
+        return (
+            f"{repo_id!r} is no name of a repository; it must look like meta-llama/Llama-3.1-8B"
+        )
     if isinstance(error, hub.GatedRepoError | hub.RepositoryNotFoundError):
         # The hub answers "not found" to strangers as well, so that one sentence has to serve both.
-        state = "is gated" if isinstance(error, hub.GatedRepoError) else "does not exist or is private"
+        state = (
+            "is gated"
+            if isinstance(error, hub.GatedRepoError)
+            else "does not exist or is private"
+        )
         return (
             f"{repo_id} {state} for this account; accept its licence at https://huggingface.co/{repo_id} and pass "
             "--token (from https://huggingface.co/settings/tokens)"
@@ -94,33 +119,6 @@ def hub_reason(error: Exception, repo_id: str, otherwise: str) -> str:
     if status in (401, 403):
         return f"the hub refused access to {repo_id} (HTTP {status}); pass a valid --token with read permission"
     reason = str(error.__cause__ or error).strip().partition("\n")[0]
-    return f"the Hugging Face hub cannot be reached ({reason}); check the network, or {otherwise}"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Download a tokenizer, and print its path.
-
-    Args:
-        argv: The words of the command line; None for the words of this process.
-
-    Returns:
-        The exit code.
-    """
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repo-id", "--repo_id", default="meta-llama/Llama-3.1-8B", help="repository on the hub")
-    parser.add_argument("--folder", default="assets/tokenizer", help="folder to write to")
-    parser.add_argument(
-        "--token", "--hf_token", default=None, help="access token; default: the token of `hf auth login`"
+    return (
+        f"the Hugging Face hub cannot be reached ({reason}); check the network, or {otherwise}"
     )
-    args = parser.parse_args(argv)
-    try:
-        path = Path(download(args.repo_id, args.folder, args.token))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{path}\nuse it with --model.tokenizer_path {path}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

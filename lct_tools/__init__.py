@@ -1,0 +1,1 @@
+"""Commands of `lct` that prepare a run: models and tokenizers. Only the program `lct` calls them."""
