@@ -97,8 +97,7 @@ def build_optimizer(
     rounding = Rounding(
         names, seed=config.training.seed, stochastic=settings.rounding == "stochastic"
     )
-    device = next(nn.ModuleList(model_parts).parameters()).device.type
-    implementation = settings.implementation_on(device)
+    implementation = settings.chosen_implementation
     adam = _adam(
         [group for group in groups if group["params"]], config, rounding, implementation
     )
