@@ -38,7 +38,7 @@ from scripts.benchmarks.peers_data import (
     preference_pairs,
     token_ids,
 )
-from scripts.benchmarks.peers_runs import CASES, DATA, LAYOUTS, ROOT, Setting, first_adapters, ours, peer
+from scripts.benchmarks.peers_runs import CASES, DATA, LAYOUTS, ROOT, Setting, first_adapters, memory, ours, peer
 from scripts.differences import largest_difference
 from scripts.provenance import made_with
 from scripts.tiny_model import write_tiny_model
@@ -137,6 +137,7 @@ def measure(setting: Setting, layouts: Sequence[str], repeats: int) -> dict[str,
     trained = {layout: rows[layout] for layout in layouts}
     theirs = {name: rows[name] for name in case.peers}
     result = {"tokens": tokens, "lct train": trained, "peers": theirs, "differences": differences(trained, theirs)}
+    result["predicted_gib"] = {name: round(size, 2) for name, size in memory(setting).items()}
     return result | ({"float64": in_float64(setting, steps)} if setting.name == "sft" else {})
 
 
@@ -188,6 +189,21 @@ def sentence(case: Mapping[str, Any]) -> str:
     )
 
 
+def memory_sentence(cases: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return what the planner predicts for one rank of each case, and what the process had, as a sentence.
+
+    Args:
+        cases: What `measure` returned, by name of the case.
+    """
+    compared = [
+        f"{case['predicted_gib']['allocated'] + case['predicted_gib']['process']:.1f} and "
+        f"{case['lct train']['1 rank']['peak_gib']:.1f} GiB ({name})"
+        for name, case in cases.items()
+        if "1 rank" in case["lct train"]
+    ]
+    return f"Predicted and measured on one rank: {', '.join(compared)}."
+
+
 # ---- command line
 
 
@@ -237,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = {key: x for key, x in asdict(setting).items() if key in ("steps", "seq_len", "threads")}
             kept[name] = shown | {"repeats": args.repeats, "made_with": head} | measure(setting, layouts, args.repeats)
             print(table({name: kept[name]}) + "\n", flush=True)
+            print(memory_sentence({name: kept[name]}) + "\n", flush=True)
             if name == "sft":
                 print(sentence(kept[name]) + "\n", flush=True)
             if args.json:

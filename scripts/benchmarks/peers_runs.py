@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lct_planner.estimate import estimate
+from lct_planner.timing import device
+from lct_planner.worker import Worker
 from scripts.benchmarks.peers_data import BETAS, DPO_BETA, EPS, LR, MAX_NORM
 from scripts.benchmarks.start import cpu_seconds
 
@@ -180,6 +183,34 @@ def ours(setting: Setting, layout: str, further: Sequence[str] = (), dtype: str 
     columns = {"losses": "loss", "norms": "grad_norm", "seconds": "seconds_per_step"}
     values = {name: [step[key] for step in steps] for name, key in columns.items()}
     return values | usage._asdict() | {"folder": folder}
+
+
+def memory(setting: Setting) -> dict[str, float]:
+    """Return what the planner predicts for a rank of `lct train` that trains alone, and what the process has before.
+
+    The planner knows GPUs. Its prediction of what PyTorch allocates is the one of a GPU with the same settings.
+
+    Args:
+        setting: What to train.
+
+    Returns:
+        `allocated`: the largest sum of tensors by the planner. `process`: the largest resident size of a process that
+        trains a model of a few MB. Both in GiB.
+    """
+    arguments = [word for word in setting.arguments("1 rank") if not word.startswith("--job.device")]
+    preset = f"--job.config_file={ROOT / 'train_configs' / CASES[setting.name].preset}.toml"
+    with Worker(has_shim=True) as worker:
+        answer = estimate(
+            worker,
+            [preset, *arguments, "--checkpoint.no_enable", "--training.mixed_precision_param=float32"],
+            ranks=1,
+            device=device("a100"),
+        )
+    folder = Path(tempfile.mkdtemp(dir=setting.folder))
+    tiny = ["--training.seq_len=64", "--training.steps=2", "--job.device=cpu", f"--job.dump_folder={folder}"]
+    command = [sys.executable, "-m", "trainer", "train", "debug_model", "--ngpu=1", *tiny]
+    usage = run(command, setting.threads, folder / "log")
+    return {"allocated": answer.profile.peak / 2**30, "process": usage.peak_gib}
 
 
 def peer(setting: Setting, loop: str, steps: list[list[int]], **further: Any) -> dict[str, Any]:

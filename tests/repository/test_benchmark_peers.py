@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from scripts.benchmarks.peers import differences, main, row, sentence, table
+from scripts.benchmarks.peers import differences, main, memory_sentence, row, sentence, table
 from scripts.benchmarks.peers_data import conversations, labelled, order, preference_pairs
 from scripts.benchmarks.peers_runs import CASES, DATA, LAYOUTS, ROOT, Setting, ours, peer
 from scripts.differences import largest_difference
@@ -36,6 +36,8 @@ def test_losses_and_gradient_norms_equal_the_peers(name: str, tmp_path: Path) ->
         assert len(each["losses"]) == len(each["norms"]) == STEPS
         assert 0 < each["tokens_per_second"] <= each["tokens_per_second_fastest"]
         assert 0.1 < each["peak_gib"] < 3
+    predicted = case["predicted_gib"]
+    assert 0 < predicted["allocated"] < 0.1 < predicted["process"] < 3
     assert len(case["differences"]) == len(layouts) * len(CASES[name].peers)
     assert all(each[key] < TOLERANCE[name] for each in case["differences"] for key in ("loss", "norm"))
     if name == "sft":
@@ -106,4 +108,8 @@ def test_the_documentation_has_the_numbers() -> None:
     assert list(content["cases"]) == list(CASES)
     assert all(list(case["lct train"]) == list(LAYOUTS) for case in content["cases"].values())
     assert table(content["cases"]) in page
-    assert sentence(content["cases"]["sft"]) in page.replace("\n", " ")
+    text = page.replace("\n", " ")
+    assert sentence(content["cases"]["sft"]) in text
+    assert memory_sentence(content["cases"]) in text
+    for case in content["cases"].values():
+        assert sum(case["predicted_gib"].values()) == pytest.approx(case["lct train"]["1 rank"]["peak_gib"], rel=0.2)

@@ -133,7 +133,7 @@ def test_what_is_missing_is_told_before_anything_starts(path: Path, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     wanted = SIZES[path.stem[8:]]
     config = read(path, "--parallelism.no-enable_async_tensor_parallel").config
-    assert re.search(r"model.tokenizer_path = '\./.* does not exist; get Llama 3's with", refused(config, wanted.ranks))
+    assert re.search(r"model.tokenizer_path = '\./.* does not exist; get one with", refused(config, wanted.ranks))
     config = read(path, "--parallelism.no-enable_async_tensor_parallel", "--model.tokenizer_path", "None").config
     message = refused(config, wanted.ranks)
     if config.training.dataset == "c4_test":
