@@ -215,8 +215,8 @@ def fixed(clock: Clock, lengths: np.ndarray, rows: np.ndarray) -> float:
 def dynamic(clock: Clock, lengths: np.ndarray, ranks: int, most: int) -> float:
     """Return the time of a step with a group of a power of two for each document.
 
-    A document gets the smallest group with which the schedule ends in time, and at least so many ranks that each has
-    `most` tokens. The shortest time is searched.
+    A document gets the smallest group with which the schedule ends in time. No rank has more than `most` tokens of it.
+    The shortest time is searched.
 
     Args:
         clock: The times.

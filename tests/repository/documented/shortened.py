@@ -38,6 +38,7 @@ _BENCHMARKS = {
     "chunked_loss": "--tokens 64 --vocab 128 --rounds 1",
     "context_parallel": "--seq-len 64 --repeats 1",
     "data": "--megabytes 1 --batches 1 --rounds 1",
+    "document_degrees": "--ranks 16 --tokens 24000 --steps 1",
     "domain_parallel": "--sides 16 --repeats 1",
     "experts": "--tokens 64 --layers 1 --rounds 1",
     "linear_attention": "--seq-len 64 --degrees 2 --repeats 1",
