@@ -188,7 +188,7 @@ def ours(setting: Setting, layout: str, further: Sequence[str] = (), dtype: str 
 def memory(setting: Setting) -> dict[str, float]:
     """Return what the planner predicts for a rank of `lct train` that trains alone, and what the process has before.
 
-    The planner knows GPUs. Its prediction of what PyTorch allocates is the one of a GPU with the same settings.
+    The planner knows GPUs: it predicts what PyTorch would allocate on a GPU with the same settings.
 
     Args:
         setting: What to train.
