@@ -1,1 +1,1 @@
-"""Commands of `lct` that prepare a run: models and tokenizers. Only the program `lct` calls them."""
+"""Commands of `lct` around a run: models, tokenizers, the machine. Only the program `lct` calls them."""

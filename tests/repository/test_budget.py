@@ -36,8 +36,8 @@ WIDE_COLUMNS = 105
 MOST_TOKENS = 329_000
 """Of the library and the trainer."""
 MOST_PLANNER_TOKENS = 18_700
-MOST_TOOLS_TOKENS = 1_740
-"""Of commands that prepare a run."""
+MOST_TOOLS_TOKENS = 3_140
+"""Of commands around a run."""
 MOST_TOKENS_PER_LINE = 8.8
 MOST_WIDE_SHARE = 0.0141
 MOST_LONG_FUNCTIONS = 0
