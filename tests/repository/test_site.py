@@ -1,31 +1,23 @@
 """The documentation as a site: it builds without a broken link, and a real browser shows it and searches in it."""
 
 import html
-import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import closing
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import quote
-from urllib.request import Request, urlopen
 
 import pytest
-import websocket
 
 from scripts.site_pages import code_in_lists, site_links
+from tests.repository.browser import HEADLESS, evaluated, needs_browser, open_browser
 
 ROOT = Path(__file__).resolve().parents[2]
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 LIGHT, DARK = "--blink-settings=preferredColorScheme=1", "--blink-settings=preferredColorScheme=0"
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrome on this machine")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +34,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def shown(page: str, *options: str) -> str:
     """The document as a browser has it after its scripts have run."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000", *options]
+    command = [*HEADLESS, "--virtual-time-budget=8000", *options]
     result = subprocess.run([*command, "--dump-dom", page], capture_output=True, text=True, check=True, timeout=120)
     return result.stdout
 
@@ -106,7 +98,7 @@ def test_a_browser_shows_it_light_and_dark(site: Path, tmp_path: Path, scheme: s
     assert f'data-md-color-scheme="{name}"' in dom
     assert "Context parallelism" in dom
     picture = tmp_path / "page.png"
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", scheme, "--window-size=1200,2000"]
+    command = [*HEADLESS, scheme, "--window-size=1200,2000"]
     subprocess.run(
         [*command, "--virtual-time-budget=8000", f"--screenshot={picture}", page],
         capture_output=True, check=True, timeout=120,
@@ -129,28 +121,9 @@ def address(site: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def page_text(browser_address: str, page: str) -> str:
-    """The search results of a page, by Chrome's protocol: a dump of the document is made before they are there."""
-    with urlopen(Request(f"{browser_address}/json/new?{quote(page, safe='')}", method="PUT")) as answer:
-        target = json.load(answer)["webSocketDebuggerUrl"]
-    expression = "document.querySelector('.md-search-result__list')?.innerText"
-    with closing(websocket.create_connection(target, timeout=30, suppress_origin=True)) as socket:
-        for number in range(100):
-            socket.send(json.dumps({"id": number, "method": "Runtime.evaluate", "params": {"expression": expression}}))
-            if text := json.loads(socket.recv())["result"]["result"].get("value"):
-                return text
-            time.sleep(0.2)
-    return ""
-
-
 @needs_browser
 def test_the_search_finds_a_word(address: str, tmp_path: Path) -> None:
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
-    with subprocess.Popen([*command, "--remote-debugging-port=0"], stderr=subprocess.PIPE, text=True) as browser:
-        try:
-            line = next(line for line in browser.stderr if "DevTools listening on" in line)
-            port = re.search(r":(\d+)/", line)[1]
-            text = page_text(f"http://localhost:{port}", f"{address}/index.html?q=zigzag")
-        finally:
-            browser.kill()
-    assert "Context parallelism" in text
+    """By the protocol: a dump of the document is made before the results are there."""
+    results = "document.querySelector('.md-search-result__list')?.innerText"
+    with open_browser(tmp_path) as browser:
+        assert "Context parallelism" in evaluated(browser, f"{address}/index.html?q=zigzag", results)
