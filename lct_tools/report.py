@@ -69,6 +69,9 @@ def read(folder: Path) -> Run:
     Args:
         folder: Its `job.dump_folder`.
 
+    Returns:
+        The run.
+
     Raises:
         ConfigError: The folder has no metrics.
     """
