@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError
 from trainer.config.keys import Key, keys_of
 from trainer.config.loader import parse_command_line, to_toml
@@ -371,3 +372,10 @@ def test_planning_does_not_import_torch():
     imports = "".join(f"import {name}\n" for name in modules)
     result, _ = run(f"import sys\n{imports}print('torch' in sys.modules)")
     assert result.stdout.strip() == "False", result.stderr
+
+
+def test_check_prints_the_configuration_if_it_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert lct(["check", "debug_model", "--world-size", "4", "--training.steps=7", "--print-config"]) == 0
+    file = tmp_path / "printed.toml"
+    file.write_text(capsys.readouterr().out)
+    assert parse(f"--job.config_file={file}").training.steps == 7

@@ -113,6 +113,8 @@ def main(argv: list[str]) -> int:
     start = parse(argv)
     arguments = ["--check-config", *start.arguments]
     command = parse_command_line(arguments)
+    if command.print_config:
+        print(to_toml(command.config), flush=True)
     job = check(command, start)
     if not command.print_config:
         check_tensors(job)

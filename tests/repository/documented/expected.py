@@ -74,7 +74,7 @@ def expected(command: str, tree: Path) -> Iterator[str]:
     program, words, arguments = parts(command)
     if "--help" in arguments:
         return
-    if program in ("lct train", "train.py") and {"--check-config", "--print-config"} & {*arguments}:
+    if program in ("lct train", "lct check", "train.py") and {"--check-config", "--print-config"} & {*arguments}:
         yield _CHECKED if "--check-config" in arguments else r"^\[training\]"
         return
     key = " ".join([program, *arguments[:1]]) if program == "lct convert" else program
