@@ -173,6 +173,36 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             layers=(LayerKind(linear=True), LayerKind(linear=True, experts=False), LayerKind()),
         ),
     ),
+    "qwen3_5": (
+        "qwen3_5",
+        replace(
+            LLAMA,
+            n_layers=4,
+            head_size=16,
+            rope_share=0.5,
+            qk_norm=True,
+            norm_offset=True,
+            attention_gate=True,
+            tie_embeddings=True,
+            linear=GatedDeltaArgs(2, 4, 8, 6, by_head=False),
+            layers=(LayerKind(linear=True), LayerKind(linear=True), LayerKind()),
+        ),
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        replace(
+            _EXPERTS,
+            n_layers=4,
+            head_size=16,
+            rope_share=0.25,
+            qk_norm=True,
+            norm_offset=True,
+            attention_gate=True,
+            linear=GatedDeltaArgs(2, 2, 6, 8, kernel=3, by_head=False),
+            experts=replace(_EXPERTS.experts, shared_dim=20, shared_gate=True),
+            layers=(LayerKind(linear=True), LayerKind()),
+        ),
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         replace(

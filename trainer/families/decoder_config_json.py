@@ -41,6 +41,8 @@ class HFDecoder:
     """Modules of a layer that predicts further tokens -> their names there, "" -> name prefix of its other modules; {}
     is its number, counted after the other layers. transformers does not read them. Empty: there are none."""
 
+    images_type: str = ""
+    """`model_type` of folders in which this model of text is a part of a model that reads images, too. Empty: none."""
     float32_in_float16: tuple[str, ...] = ()
     """Parts of the names of tensors that transformers keeps in float32 if weights are in float16."""
 

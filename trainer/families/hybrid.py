@@ -1,6 +1,7 @@
 """Architectures of transformers with linear attention; sizes.toml has the sizes and their sources. Torch-free."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trainer.config.errors import ConfigError
@@ -50,13 +51,14 @@ _QWEN = {
 }
 
 
-def _read_qwen(config: Entries) -> Fields:
+def _read_qwen(config: Entries, *, by_head: bool) -> Fields:
     kinds = read_layer_types(
         config,
         (FULL, _LINEAR),
         full_every(config, _LINEAR, config.whole("full_attention_interval", 4)),
     )
-    linear = GatedDeltaArgs(**{field: config.whole(key) for key, field in _QWEN.items()})
+    sizes = {field: config.whole(key) for key, field in _QWEN.items()}
+    linear = GatedDeltaArgs(**sizes, by_head=by_head)
     if linear.value_heads % linear.key_heads:
         raise ConfigError(
             f"{config.file}: linear_num_value_heads = {linear.value_heads} must be a multiple of "
@@ -68,6 +70,30 @@ def _read_qwen(config: Entries) -> Fields:
 def _write_qwen(args: TransformerArgs) -> Fields:
     sizes = {key: getattr(args.linear, field) for key, field in _QWEN.items()}
     return {"layer_types": _types(args), **sizes}
+
+
+# Full attention has gates, and norms of queries and keys; all norms of the hidden size count from one.
+_QWEN_ALWAYS = always(qk_norm=True, norm_offset=True, attention_gate=True)
+_QWEN_FURTHER = {
+    "": "mtp.layers.0.",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "projection": "mtp.fc",
+    "mtp_norms": "mtp.norm",
+}
+
+
+def _qwen3_5(kind: str, architecture: str, *parts: Part) -> HFDecoder:
+    """Return Qwen3.5's architecture, `kind` with these parts. Its published folders read images, too."""
+    linear = Part(partial(_read_qwen, by_head=False), _write_qwen, _NEEDS)
+    return HFDecoder(
+        f"{kind}_text",
+        architecture,
+        (_QWEN_ALWAYS, linear, NO_BIASES, *parts),
+        rotates_a_share=True,
+        further=_QWEN_FURTHER,
+        images_type=kind,
+    )
 
 
 # ---- Kimi Linear: Kimi Delta Attention in three of four layers, latent attention without rotation in the others
@@ -257,23 +283,22 @@ FAMILIES = {
         "qwen3_next",
         "Qwen3NextForCausalLM",
         (
-            # Full attention has gates, and norms of queries and keys; all norms of the hidden size count from one.
-            always(qk_norm=True, norm_offset=True, attention_gate=True),
+            _QWEN_ALWAYS,
             experts(
                 "num_experts", "moe_intermediate_size", NORMALISE | SHARED, shared_gate=True
             ),
-            Part(_read_qwen, _write_qwen, _NEEDS),
+            Part(partial(_read_qwen, by_head=True), _write_qwen, _NEEDS),
             NO_BIASES,
             SPARSE_LAYERS,
         ),
         rotates_a_share=True,
-        further={
-            "": "mtp.layers.0.",
-            "embedding_norm": "mtp.pre_fc_norm_embedding",
-            "hidden_norm": "mtp.pre_fc_norm_hidden",
-            "projection": "mtp.fc",
-            "mtp_norms": "mtp.norm",
-        },
+        further=_QWEN_FURTHER,
+    ),
+    "qwen3_5": _qwen3_5("qwen3_5", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": _qwen3_5(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+        experts("num_experts", "moe_intermediate_size", SHARED, shared_gate=True),
     ),
     "kimi_linear": _KimiLinear(
         "kimi_linear",

@@ -11,6 +11,7 @@ from trainer.config.schema import JobConfig, Model
 from trainer.families import dense, hybrid, sparse
 from trainer.families.args import DecoderArgs, ModelArgs
 from trainer.families.decoder_args import sizes
+from trainer.families.decoder_config_json import HFDecoder
 from trainer.hugging_face.config_json import HFConfig
 from trainer.hugging_face.folder import HFFolder
 
@@ -66,8 +67,12 @@ class ModelFolder(HFFolder):
     @cached_property
     def family(self) -> str:
         """Name of the family; ConfigError if no family has this `model_type`."""
-        names = {known.model_type: name for name, known in hf_families().items()}
-        model_type = self.entries.content.get("model_type")
+        families = hf_families()
+        names = {known.model_type: name for name, known in families.items()}
+        if self.reads_images:
+            decoders = {name: x for name, x in families.items() if isinstance(x, HFDecoder)}
+            names = {x.images_type: name for name, x in decoders.items() if x.images_type}
+        model_type = self.whole_entries.content.get("model_type")
         if model_type not in names:
             raise ConfigError(
                 f"{self.entries.file}: model_type = {model_type!r} is not supported; it must be "

@@ -35,6 +35,7 @@ _CARRIED = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "*processor_config.json",
 )
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 _BLOCK = 2**20  # elements that are converted to another data type at once
@@ -177,7 +178,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
     """
     there = HFFolder(source)
     tensors = there.tensors
-    entries = there.entries.content
+    entries = there.whole_entries.content
     if _EMBEDDING not in tensors:
         raise ConfigError(
             f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model"
