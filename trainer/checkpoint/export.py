@@ -80,10 +80,10 @@ def write_hf(
             del whole, part  # before the next ones are read
         for name, x in images.items():
             folder.put(name, read_part(x, [0] * len(x.shape), x.shape))
-        content |= text.ids
+        files = {CONFIG_FILE: content | text.ids, **text.files}
         if images:
-            content = _with_images(content, source.whole_entries.content)
-        folder.finish({CONFIG_FILE: content, **text.files}, text.carried)
+            files |= _files_with_images(files[CONFIG_FILE], source)
+        folder.finish(files, text.carried)
     rounding.tell()
     unnamed = model.has_further and not model.further
     return (
@@ -142,15 +142,20 @@ def _stored(source: ModelFolder | None) -> Mapping[str, Stored]:
     return {}
 
 
-def _with_images(content: dict[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries `whole` of a model that reads images, with the entries of its new model of text."""
+def _files_with_images(content: dict[str, Any], source: ModelFolder) -> dict[str, Any]:
+    """Return the files of a model that reads images: its configuration, with the new entries of its model of text."""
+    whole = source.whole_entries.content
     before = {name: x for name, x in whole["text_config"].items() if name != QUANTISED}
     rope = {**(before.get("rope_parameters") or {}), **content["rope_parameters"]}
     text = before | content | {"rope_parameters": rope}
     shared = {name: content[name] for name in SHARED if name in content}
     others = {name: x for name, x in whole.items() if name != QUANTISED}
     del text["architectures"]
-    return others | shared | {"text_config": text}
+    images = source.path.glob("*processor_config.json")
+    return {
+        CONFIG_FILE: others | shared | {"text_config": text},
+        **{file.name: file.read_text("utf-8") for file in images},
+    }
 
 
 def _config_json(

@@ -35,7 +35,6 @@ _CARRIED = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "*processor_config.json",
 )
 _NAMES = {dtype: name for name, dtype in FLOATS.items()}
 _BLOCK = 2**20  # elements that are converted to another data type at once
