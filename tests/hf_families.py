@@ -46,6 +46,9 @@ _GEMMA = replace(
     sliding_window=5,
 )
 _YARN = RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
+_YARN_V3 = replace(_YARN, attention_factor=1.0, mscale_all_dim=1.0)
+_GEMMA_1 = {"tie_embeddings": True, "head_size": 16, "norm_offset": True}
+_GEMMA_1 |= {"activation": "gelu_tanh", "embedding_scale": 32**0.5}
 _LONGROPE = RopeScaling(
     4.0, original_max_seq_len=16, kind="longrope", short_factors=(1.0, 1.1, 1.3), long_factors=(1.5, 2.0, 5.0)
 )
@@ -208,7 +211,7 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
         replace(
             _LATENT,
             ffn_hidden_dim=40,
-            rope_scaling=replace(_YARN, attention_factor=1.0, mscale_all_dim=1.0),
+            rope_scaling=_YARN_V3,
             experts=replace(_SIGMOID, groups=3, groups_per_token=2, scale=2.5, shared_dim=24),
             layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
         ),
@@ -261,6 +264,91 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
     "minimax_m2": (
         "minimax_m2",
         replace(_EXPERTS, head_size=16, rope_share=0.5, qk_norm=True, qk_norm_of_all_heads=True, experts=_SIGMOID),
+    ),
+    "gemma": ("gemma", replace(LLAMA, **_GEMMA_1)),
+    "vaultgemma": (
+        "vaultgemma",
+        replace(
+            LLAMA,
+            **_GEMMA_1,
+            attention_scale=24**-0.5,
+            attention_softcap=2.0,
+            logits_softcap=3.0,
+            sliding_window=5,
+            layers=(LayerKind(), LayerKind(window=False)),
+        ),
+    ),
+    "ministral": ("ministral", replace(LLAMA, head_size=16, sliding_window=5, layers=_WINDOWS)),
+    "cwm": (
+        "cwm",
+        replace(
+            LLAMA,
+            head_size=16,
+            sliding_window=5,
+            rope_scaling=RopeScaling(4.0, original_max_seq_len=16),
+            layers=(LayerKind(window=False), LayerKind()),
+        ),
+    ),
+    "exaone4": (
+        "exaone4",
+        replace(
+            LLAMA,
+            norm_place="after",
+            qk_norm=True,
+            sliding_window=5,
+            layers=(LayerKind(), LayerKind(window=False, rope=False)),
+        ),
+    ),
+    "exaone4, no windows": ("exaone4", replace(LLAMA, norm_place="after", qk_norm=True)),
+    "glm": ("glm", replace(LLAMA, head_size=16, rope_share=0.5, attention_bias=True)),
+    "glm4": ("glm4", replace(LLAMA, head_size=16, rope_share=0.5, norm_place="around")),
+    "helium": ("helium", replace(LLAMA, attention_bias=True)),
+    "ernie4_5": ("ernie4_5", replace(LLAMA, head_size=16, tie_embeddings=True)),
+    "youtu": ("youtu", replace(LLAMA, n_kv_heads=4, latent=_LATENT.latent, tie_embeddings=True, rope_scaling=_YARN_V3)),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        replace(
+            _LATENT,
+            ffn_hidden_dim=40,
+            experts=replace(_SIGMOID, groups=3, groups_per_token=2, scale=1.8, shared_dim=24),
+            layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
+        ),
+    ),
+    "solar_open": (
+        "solar_open",
+        replace(_EXPERTS, head_size=16, attention_bias=True, experts=replace(_SIGMOID, shared_dim=24, scale=2.0)),
+    ),
+    "dots1": (
+        "dots1",
+        replace(
+            _EXPERTS,
+            ffn_hidden_dim=40,
+            qk_norm=True,
+            sliding_window=5,
+            experts=replace(_SIGMOID, normalise=False, scale=2.5, shared_dim=48),
+            layers=(LayerKind(window=False, experts=False), LayerKind(), LayerKind(window=False)),
+        ),
+    ),
+    "flex_olmo": (
+        "flex_olmo",
+        replace(
+            _EXPERTS,
+            norm_place="after",
+            qk_norm=True,
+            qk_norm_of_all_heads=True,
+            experts=replace(_EXPERTS.experts, normalise=False),
+        ),
+    ),
+    "granitemoe": (
+        "granitemoe",
+        replace(
+            _EXPERTS,
+            tie_embeddings=True,
+            embedding_scale=12.0,
+            residual_scale=0.22,
+            logits_divisor=8.0,
+            attention_scale=0.0625,
+        ),
     ),
 }
 

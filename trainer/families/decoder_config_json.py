@@ -35,6 +35,8 @@ class HFDecoder:
     """The key and the name there of the activation of the gates in feed-forward networks."""
     rotates_a_share: bool = False
     """Whether the entry `partial_rotary_factor` counts."""
+    adjacent_pairs: bool = False
+    """Whether the two rows of a rotary pair are adjacent there, too."""
     quantised: tuple[str, ...] = ("fp8",)
     """The values of `quant_method` with which published weights can be read."""
     further: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +61,10 @@ class HFDecoder:
             name: Name of the parameter.
         """
         if not is_further(args, name):
-            return hf_tensor(args, name, self.names)
+            there = hf_tensor(args, name, self.names)
+            if self.adjacent_pairs and there is not None and there.moves_rows:
+                return HFTensor(there.name, first_row=there.first_row, all_rows=there.all_rows)
+            return there
         table, layer, own = name.split(".", 2)
         module, _, kind = (own if table == "layers" else f"{table}.{own}").rpartition(".")
         if not self._has_further(args):

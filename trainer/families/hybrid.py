@@ -6,6 +6,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.config_parts import (
+    MLP_TYPES,
     NORMALISE,
     SHARED,
     SPARSE_LAYERS,
@@ -163,18 +164,6 @@ def _write_kimi_layers(args: TransformerArgs) -> Fields:
 
 def _read_kimi_experts(config: Entries) -> Fields:
     fields = SIGMOID_EXPERTS.read(_as_deepseek(config))
-    if (kinds := config.content.get("mlp_layer_types")) is not None:
-        n_layers = config.whole("num_hidden_layers")
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != n_layers
-            or not {"dense", "sparse"}.issuperset(kinds)
-        ):
-            raise ConfigError(
-                f"{config.file}: mlp_layer_types = {kinds!r} is not supported; it must be 'dense' or 'sparse' for each "
-                f"of {n_layers} layers"
-            )
-        fields["layers"] = {"experts": [kind == "sparse" for kind in kinds]}
     return fields | {"max_seq_len": _as_deepseek(config).whole("max_position_embeddings")}
 
 
@@ -183,7 +172,6 @@ def _write_kimi_experts(args: TransformerArgs) -> Fields:
     return {
         **{known.get(key, key): value for key, value in SIGMOID_EXPERTS.write(args).items()},
         "model_max_length": args.max_seq_len,
-        "mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in args.kinds],
     }
 
 
@@ -272,6 +260,11 @@ def _write_granite_experts(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
+GRANITE_NAMES = {
+    "feed_forward.router.gate": "block_sparse_moe.router.layer",
+    "feed_forward.experts.w13": "block_sparse_moe.input_linear",
+    "feed_forward.experts.w2": "block_sparse_moe.output_linear",
+}
 _EXPERT = "block_sparse_moe.experts.{}"
 _DENSE = {
     "w1": "shared_mlp.input_linear",
@@ -309,6 +302,7 @@ FAMILIES = {
             only("moe_layer_freq", 1, written=True),
             Part(_read_kimi_layers, _write_kimi_layers, _NEEDS),
             Part(_read_kimi_experts, _write_kimi_experts, SIGMOID_EXPERTS.needs),
+            MLP_TYPES,
             NO_BIASES,
             LATENT,
         ),
@@ -333,9 +327,7 @@ FAMILIES = {
             *SCALARS,
         ),
         names={
-            "feed_forward.router.gate": "block_sparse_moe.router.layer",
-            "feed_forward.experts.w13": "block_sparse_moe.input_linear",
-            "feed_forward.experts.w2": "block_sparse_moe.output_linear",
+            **GRANITE_NAMES,
             **{f"feed_forward.{ours}": there for ours, there in _DENSE.items()},
             **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
         },
