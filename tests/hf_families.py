@@ -56,6 +56,16 @@ _WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
 _EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
 _SIGMOID = ExpertArgs(6, 2, 24, sigmoid=True)
 _LATENT = replace(_EXPERTS, n_kv_heads=4, latent=LatentArgs(10, 6, 4, 8, query_rank=14))
+_GRANITE_SWA = replace(
+    LLAMA,
+    embedding_scale=12.0,
+    residual_scale=0.22,
+    logits_divisor=8.0,
+    attention_scale=0.0625,
+    attention_sinks=True,
+    sliding_window=5,
+    layers=(LayerKind(rope_theta=500.0), LayerKind(window=False, rope=False), LayerKind()),
+)
 MODELS: dict[str, tuple[str, TransformerArgs]] = {
     "qwen3, windows from a layer on": ("qwen3", replace(LLAMA, qk_norm=True, sliding_window=5, layers=_WINDOWS)),
     "qwen3_moe, dense layers, a window": (
@@ -338,6 +348,37 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             qk_norm_of_all_heads=True,
             experts=replace(_EXPERTS.experts, normalise=False),
         ),
+    ),
+    "exaone_moe": (
+        "exaone_moe",
+        replace(
+            _EXPERTS,
+            ffn_hidden_dim=40,
+            qk_norm=True,
+            sliding_window=5,
+            experts=replace(_SIGMOID, groups=3, groups_per_token=2, scale=2.5, shared_dim=24),
+            layers=(LayerKind(experts=False), LayerKind(window=False, rope=False), LayerKind()),
+        ),
+    ),
+    "hy_v3": (
+        "hy_v3",
+        replace(
+            _EXPERTS,
+            ffn_hidden_dim=40,
+            head_size=16,
+            qk_norm=True,
+            experts=replace(_SIGMOID, scale=2.5, shared_dim=24),
+            layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
+        ),
+    ),
+    "granite_swa": ("granite_swa", _GRANITE_SWA),
+    "granitemoe_swa": (
+        "granitemoe_swa",
+        replace(_GRANITE_SWA, ffn_hidden_dim=24, experts=_EXPERTS.experts, tie_embeddings=True),
+    ),
+    "granitemoeshared": (
+        "granitemoeshared",
+        replace(_EXPERTS, attention_scale=0.0625, experts=replace(_EXPERTS.experts, shared_dim=20)),
     ),
     "granitemoe": (
         "granitemoe",

@@ -1,5 +1,6 @@
 """Architectures of transformers that combine parts of the other ones; sizes.toml has the sizes. Torch-free."""
 
+from trainer.config.errors import ConfigError
 from trainer.families.config_parts import (
     BIASES,
     MLP_TYPES,
@@ -12,15 +13,17 @@ from trainer.families.config_parts import (
     number,
     only,
     read_windows,
+    renamed,
     switch,
     windows,
     write_windows,
 )
+from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
-from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
+from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
 from trainer.families.dense import GELU, GEMMA, SCALARS
-from trainer.families.hybrid import GRANITE_NAMES
-from trainer.families.rotary_entries import FULL, SLIDING
+from trainer.families.hybrid import GRANITE_NAMES, GRANITE_SHARED_NAMES
+from trainer.families.rotary_entries import FULL, SLIDING, rotary
 from trainer.families.sparse import (
     FURTHER,
     LATENT,
@@ -64,6 +67,38 @@ def _read_exaone(config: Entries) -> Fields:
     }
 
 
+def _read_thetas(config: Entries) -> Fields:
+    """Read the base of each layer's frequencies; in a layer with 0 nothing is rotated."""
+    n_layers = config.whole("num_hidden_layers")
+    whole, _ = rotary(config)
+    thetas = config.content.get("layer_rope_theta")
+    thetas = [whole] * n_layers if thetas is None else thetas
+    if not isinstance(thetas, list) or len(thetas) != n_layers:
+        raise ConfigError(
+            f"{config.file}: layer_rope_theta = {thetas!r} must have a number for each of {n_layers} layers"
+        )
+    own = [float(theta) if theta and theta != whole else None for theta in thetas]
+    return {
+        "attention_sinks": True,
+        "layers": {"rope": [bool(theta) for theta in thetas], "rope_theta": own},
+    }
+
+
+def _write_thetas(args: TransformerArgs) -> Fields:
+    return {
+        "layer_rope_theta": [
+            (kind.rope_theta or args.rope_theta) if kind.rope else 0 for kind in args.kinds
+        ]
+    }
+
+
+_GRANITE_SWA = (
+    BIASES,
+    Part(lambda config: _read_from(config, 0), lambda args: write_windows(args, 128)),
+    Part(_read_thetas, _write_thetas),
+    *SCALARS,
+)
+_SHARED_LAYERS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
 FAMILIES = {
     "gemma": HFDecoder(
         "gemma",
@@ -174,6 +209,58 @@ FAMILIES = {
             BIASES,
             experts("num_experts", "intermediate_size", NORMALISE),
         ),
+    ),
+    "exaone_moe": HFDecoder(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        (
+            always(qk_norm=True),
+            Part(_read_exaone, write_windows),
+            renamed(SIGMOID_EXPERTS, _SHARED_LAYERS),
+            MLP_TYPES,
+        ),
+        names=SIGMOID_NAMES | {SELECTION_BIAS: "mlp.e_score_correction_bias"},
+    ),
+    "hy_v3": HFDecoder(
+        "hy_v3",
+        "HYV3ForCausalLM",
+        (
+            always(qk_norm=True),
+            BIASES,
+            _NO_MLP_BIAS,
+            renamed(
+                SIGMOID_EXPERTS,
+                _SHARED_LAYERS | {"router_scaling_factor": "routed_scaling_factor"},
+            ),
+            MLP_TYPES,
+        ),
+        names={
+            SELECTION_BIAS: "mlp.expert_bias",
+            "feed_forward.router.gate": "mlp.router.gate",
+            **{
+                f"feed_forward.shared.{ours}": f"mlp.shared_mlp.{there}_proj"
+                for ours, there in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+            },
+        },
+    ),
+    "granite_swa": HFDecoder(
+        "granite_swa", "GraniteSWAForCausalLM", (_NO_MLP_BIAS, *_GRANITE_SWA)
+    ),
+    "granitemoe_swa": HFDecoder(
+        "granitemoe_swa",
+        "GraniteMoeSWAForCausalLM",
+        (experts(*LOCAL), *_GRANITE_SWA),
+        names={
+            "feed_forward.router.gate": "block_sparse_moe.router",
+            "feed_forward.experts.w13": "block_sparse_moe.experts.gate_up_proj",
+            "feed_forward.experts.w2": "block_sparse_moe.experts.down_proj",
+        },
+    ),
+    "granitemoeshared": HFDecoder(
+        "granitemoeshared",
+        "GraniteMoeSharedForCausalLM",
+        (BIASES, experts(*LOCAL, {"shared_dim": "shared_intermediate_size"}), *SCALARS),
+        names=GRANITE_SHARED_NAMES,
     ),
     "granitemoe": HFDecoder(
         "granitemoe",

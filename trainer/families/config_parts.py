@@ -68,6 +68,27 @@ def switch(key: str, *fields: str) -> Part:
     )
 
 
+def renamed(part: Part, names: dict[str, str]) -> Part:
+    """Return a part whose entries have other names in the file.
+
+    Args:
+        part: The part.
+        names: Names there -> names of the part.
+    """
+    known = {ours: there for there, ours in names.items()}
+
+    def read(config: Entries) -> Fields:
+        content = config.content
+        entries = {ours: content[there] for there, ours in names.items() if there in content}
+        return part.read(Entries(config.file, content | entries))
+
+    return Part(
+        read,
+        lambda args: {known.get(key, key): value for key, value in part.write(args).items()},
+        part.needs,
+    )
+
+
 BIASES = switch("attention_bias", "attention_bias", "output_bias")
 """One switch for all biases of attention."""
 

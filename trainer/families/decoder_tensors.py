@@ -70,9 +70,9 @@ def hf_tensor(
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
         return _gpt_oss_tensor(f"{prefix}mlp", part.removeprefix("feed_forward."))
     if part.startswith("feed_forward.experts."):
-        templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         if "{}" not in table[part]:
-            return HFTensor(templates[0])
+            return HFTensor(prefix + table[part])
+        templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         numbers = range(args.experts.number)
         one = HFTensor(f"{prefix}mlp.experts.{STACKED[part.rpartition('.')[2]]}")
         return HFTensor(

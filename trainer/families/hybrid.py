@@ -18,6 +18,7 @@ from trainer.families.config_parts import (
     only,
     read_balance,
     read_layer_types,
+    renamed,
 )
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
@@ -110,11 +111,6 @@ _KEYS = {
 """Names there -> names of DeepSeek-V3."""
 
 
-def _as_deepseek(config: Entries) -> Entries:
-    named = {ours: config.content[key] for key, ours in _KEYS.items() if key in config.content}
-    return replace(config, content=config.content | named)
-
-
 def _read_kimi_layers(config: Entries) -> Fields:
     """Read linear layers: a table lists them, each layer once, counted from one, or they are in `layer_types`."""
     n_layers = config.whole("num_hidden_layers")
@@ -162,17 +158,10 @@ def _write_kimi_layers(args: TransformerArgs) -> Fields:
     }
 
 
-def _read_kimi_experts(config: Entries) -> Fields:
-    fields = SIGMOID_EXPERTS.read(_as_deepseek(config))
-    return fields | {"max_seq_len": _as_deepseek(config).whole("max_position_embeddings")}
-
-
-def _write_kimi_experts(args: TransformerArgs) -> Fields:
-    known = {ours: key for key, ours in _KEYS.items()}
-    return {
-        **{known.get(key, key): value for key, value in SIGMOID_EXPERTS.write(args).items()},
-        "model_max_length": args.max_seq_len,
-    }
+_KIMI_LENGTH = Part(
+    lambda config: {"max_seq_len": config.whole("max_position_embeddings")},
+    lambda args: {"max_position_embeddings": args.max_seq_len},
+)
 
 
 class _KimiLinear(HFDecoder):
@@ -262,14 +251,18 @@ def _write_granite_experts(args: TransformerArgs) -> dict[str, Any]:
 
 GRANITE_NAMES = {
     "feed_forward.router.gate": "block_sparse_moe.router.layer",
-    "feed_forward.experts.w13": "block_sparse_moe.input_linear",
-    "feed_forward.experts.w2": "block_sparse_moe.output_linear",
+    "feed_forward.experts.w13": "block_sparse_moe.input_linear.weight",
+    "feed_forward.experts.w2": "block_sparse_moe.output_linear.weight",
 }
 _EXPERT = "block_sparse_moe.experts.{}"
 _DENSE = {
     "w1": "shared_mlp.input_linear",
     "w3": "shared_mlp.input_linear",
     "w2": "shared_mlp.output_linear",
+}
+GRANITE_SHARED_NAMES = {
+    **GRANITE_NAMES,
+    **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
 }
 FAMILIES = {
     "qwen3_next": HFDecoder(
@@ -301,7 +294,8 @@ FAMILIES = {
             only("moe_router_activation_func", "sigmoid", written=True),
             only("moe_layer_freq", 1, written=True),
             Part(_read_kimi_layers, _write_kimi_layers, _NEEDS),
-            Part(_read_kimi_experts, _write_kimi_experts, SIGMOID_EXPERTS.needs),
+            renamed(SIGMOID_EXPERTS, _KEYS),
+            renamed(_KIMI_LENGTH, _KEYS),
             MLP_TYPES,
             NO_BIASES,
             LATENT,
@@ -327,9 +321,8 @@ FAMILIES = {
             *SCALARS,
         ),
         names={
-            **GRANITE_NAMES,
+            **GRANITE_SHARED_NAMES,
             **{f"feed_forward.{ours}": there for ours, there in _DENSE.items()},
-            **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
         },
     ),
 }
