@@ -310,6 +310,7 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
         ),
     ),
     "exaone4, no windows": ("exaone4", replace(LLAMA, norm_place="after", qk_norm=True)),
+    "iquestcoder": ("iquestcoder", replace(LLAMA, head_size=16)),
     "glm": ("glm", replace(LLAMA, head_size=16, rope_share=0.5, attention_bias=True)),
     "glm4": ("glm4", replace(LLAMA, head_size=16, rope_share=0.5, norm_place="around")),
     "helium": ("helium", replace(LLAMA, attention_bias=True)),

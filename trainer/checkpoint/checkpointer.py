@@ -192,11 +192,6 @@ class Checkpointer:
                 f"training.dtype = {self._config.training.dtype!r} rounds {len(rounded)} tensors that have a wider "
                 f"type there, such as {rounded[0]}; training.dtype = 'float32' keeps them"
             )
-        if isinstance(base, HFReader) and base.left_aside:
-            logger.info(
-                f"{base.left_aside} tensors of the part that reads images are left aside: the run trains the model of "
-                "text alone, and an export copies them"
-            )
         if isinstance(base, HFReader) and base.lacks_further:
             logger.info(
                 f"the layers of model.mtp_layers = {self._model.mtp_layers} are not there: they start at random"

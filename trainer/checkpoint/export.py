@@ -21,7 +21,7 @@ from trainer.grouping import grouped
 from trainer.hugging_face.config_json import CONFIG_FILE
 from trainer.hugging_face.folder import PEFT_FILE, QUANTISED, SHARED, adapted_and_whole
 from trainer.hugging_face.pairs import LEFT_ASIDE, HFModel, Shape
-from trainer.hugging_face.parts import DTYPES, read_part, wider_types
+from trainer.hugging_face.parts import wider_types
 from trainer.hugging_face.stored import Stored
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
 from trainer.job.lora import adapter_names, adapter_shapes
@@ -68,22 +68,15 @@ def write_hf(
     )
     own = [reader for reader in readers[:1] if isinstance(reader, Reader)]
     kept = kept_types(config, model, dtype, _saved_types(own), stored)
-    all_shapes = model.shapes() | {name: x.shape for name, x in images.items()}
-    types = kept | {name: DTYPES[x.dtype] for name, x in images.items()}
-    with NewFolder(
-        output, all_shapes, dtype, other_types=types, most_bytes=most_bytes
-    ) as folder:
+    settings = {"other_types": kept, "most_bytes": most_bytes, "copied": images}
+    with NewFolder(output, model.shapes(), dtype, **settings) as folder:
         rounding = Rounding(dtype)
         for name, whole in _whole_tensors(config, args, shapes, readers, rounding):
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
             del whole, part  # before the next ones are read
-        for name, x in images.items():
-            folder.put(name, read_part(x, [0] * len(x.shape), x.shape))
         files = {CONFIG_FILE: content | text.ids, **text.files}
-        if images:
-            files |= _files_with_images(files[CONFIG_FILE], source)
-        folder.finish(files, text.carried)
+        folder.finish(_with_images(files, source) if images else files, text.carried)
     rounding.tell()
     unnamed = model.has_further and not model.further
     return (
@@ -130,7 +123,7 @@ def kept_types(
 
 
 def _stored(source: ModelFolder | None) -> Mapping[str, Stored]:
-    """Return the tensors of the folder from which the run started, by name. Empty if it has none that can be read."""
+    """Return the tensors of the folder from which the run started, by name. Empty if they cannot be read."""
     if source is not None and source.has_tensors:
         try:
             return source.tensors
@@ -142,8 +135,9 @@ def _stored(source: ModelFolder | None) -> Mapping[str, Stored]:
     return {}
 
 
-def _files_with_images(content: dict[str, Any], source: ModelFolder) -> dict[str, Any]:
-    """Return the files of a model that reads images: its configuration, with the new entries of its model of text."""
+def _with_images(files: dict[str, Any], source: ModelFolder) -> dict[str, Any]:
+    """Return the files of the model that reads images, from the files of its new model of text."""
+    content = files[CONFIG_FILE]
     whole = source.whole_entries.content
     before = {name: x for name, x in whole["text_config"].items() if name != QUANTISED}
     rope = {**(before.get("rope_parameters") or {}), **content["rope_parameters"]}
@@ -153,6 +147,7 @@ def _files_with_images(content: dict[str, Any], source: ModelFolder) -> dict[str
     del text["architectures"]
     images = source.path.glob("*processor_config.json")
     return {
+        **files,
         CONFIG_FILE: others | shared | {"text_config": text},
         **{file.name: file.read_text("utf-8") for file in images},
     }

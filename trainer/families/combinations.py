@@ -3,7 +3,6 @@
 from trainer.config.errors import ConfigError
 from trainer.families.config_parts import (
     BIASES,
-    MLP_TYPES,
     NORMALISE,
     Fields,
     Part,
@@ -28,6 +27,7 @@ from trainer.families.sparse import (
     FURTHER,
     LATENT,
     LOCAL,
+    MLP_TYPES,
     NO_BIASES,
     SIGMOID_EXPERTS,
     SIGMOID_NAMES,
@@ -142,6 +142,12 @@ FAMILIES = {
         "exaone4",
         "Exaone4ForCausalLM",
         (always(norm_place="after", qk_norm=True), Part(_read_exaone, write_windows)),
+    ),
+    "iquestcoder": HFDecoder(
+        "iquestcoder",
+        "LlamaForCausalLM",
+        (_NO_MLP_BIAS, BIASES, only("clip_qkv", None)),
+        other_classes=("IQuestCoderForCausalLM",),
     ),
     "glm": HFDecoder(
         "glm",

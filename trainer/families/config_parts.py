@@ -317,31 +317,6 @@ SPARSE_LAYERS = Part(_read_sparse, _write_sparse)
 """Every n-th layer has experts, from number n - 1 on, except the layers that the file names."""
 
 
-def _read_mlp_types(config: Entries) -> Fields:
-    kinds = config.content.get("mlp_layer_types")
-    if kinds is None:
-        return {}
-    n_layers = config.whole("num_hidden_layers")
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != n_layers
-        or not {"dense", "sparse"}.issuperset(kinds)
-    ):
-        raise ConfigError(
-            f"{config.file}: mlp_layer_types = {kinds!r} is not supported; it must be 'dense' or 'sparse' for each "
-            f"of {n_layers} layers"
-        )
-    return {"layers": {"experts": [kind == "sparse" for kind in kinds]}}
-
-
-def _write_mlp_types(args: TransformerArgs) -> Fields:
-    return {"mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in args.kinds]}
-
-
-MLP_TYPES = Part(_read_mlp_types, _write_mlp_types)
-"""Layers with experts by name. If a file has no entry, an earlier part decides."""
-
-
 # ---- experts
 
 

@@ -35,6 +35,8 @@ class HFDecoder:
     """The key and the name there of the activation of the gates in feed-forward networks."""
     rotates_a_share: bool = False
     """Whether the entry `partial_rotary_factor` counts."""
+    other_classes: tuple[str, ...] = ()
+    """Other names of the class in published files."""
     adjacent_pairs: bool = False
     """Whether the two rows of a rotary pair are adjacent there, too."""
     quantised: tuple[str, ...] = ("fp8",)
@@ -140,7 +142,8 @@ class HFDecoder:
         }
         config = Entries(config.file, {**self.defaults, **entries})
         config.only("model_type", self.model_type)
-        config.only("architectures", [self.architecture])
+        classes = [self.architecture, *self.other_classes]
+        config.only("architectures", *([name] for name in classes))
         config.only(*self.activation)
         config.only("attention_dropout", 0.0)
         dim = config.whole("hidden_size")

@@ -74,11 +74,9 @@ def hf_tensor(
             return HFTensor(prefix + table[part])
         templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         numbers = range(args.experts.number)
-        one = HFTensor(f"{prefix}mlp.experts.{STACKED[part.rpartition('.')[2]]}")
-        return HFTensor(
-            stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers),
-            other_form=one,
-        )
+        stacked = tuple(tuple(there.format(i) for there in templates) for i in numbers)
+        one = f"{prefix}mlp.experts.{STACKED[part.rpartition('.')[2]]}"
+        return HFTensor(stacked=stacked, other_form=HFTensor(one))
     if part in table:
         place = _place(layer, args.dim, part.rpartition(".")[0], table)
         return HFTensor(prefix + table[part], **place)

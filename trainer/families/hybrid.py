@@ -6,7 +6,6 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.config_parts import (
-    MLP_TYPES,
     NORMALISE,
     SHARED,
     SPARSE_LAYERS,
@@ -27,7 +26,13 @@ from trainer.families.dense import SCALARS
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.rotary_entries import FULL
-from trainer.families.sparse import LATENT, NO_BIASES, SIGMOID_EXPERTS, SIGMOID_NAMES
+from trainer.families.sparse import (
+    LATENT,
+    MLP_TYPES,
+    NO_BIASES,
+    SIGMOID_EXPERTS,
+    SIGMOID_NAMES,
+)
 from trainer.hugging_face.config_json import Entries
 from trainer.hugging_face.pairs import HFTensor
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
+from trainer.config.toml import load_toml
 from trainer.families import combinations, dense, hybrid, sparse
 from trainer.families.args import DecoderArgs, ModelArgs
 from trainer.families.decoder_args import sizes
@@ -60,6 +61,11 @@ def hf_config(name: str) -> HFConfig:
     return families[name]
 
 
+def refused() -> dict[str, list[str]]:
+    """Return the mechanisms that no family has -> `model_type` of the architectures of transformers that need them."""
+    return load_toml(Path(__file__).with_name("refused.toml"))
+
+
 @dataclass(frozen=True)
 class ModelFolder(HFFolder):
     """A Hugging Face folder, and the meaning of its `config.json` to the families."""
@@ -74,8 +80,10 @@ class ModelFolder(HFFolder):
             names = {x.images_type: name for name, x in decoders.items() if x.images_type}
         model_type = self.whole_entries.content.get("model_type")
         if model_type not in names:
+            lacking = next((x for x, types in refused().items() if model_type in types), None)
+            reason = f", which needs {lacking}" if lacking else ""
             raise ConfigError(
-                f"{self.entries.file}: model_type = {model_type!r} is not supported; it must be "
+                f"{self.entries.file}: model_type = {model_type!r}{reason} is not supported; it must be "
                 f"{' or '.join(names)}"
             )
         return names[model_type]
