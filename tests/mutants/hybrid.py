@@ -235,8 +235,8 @@ HYBRID = (
     Mutant(
         "the inputs of beta and of the decays are exchanged where each has a matrix",
         "trainer/models/linear_attention.py",
-        'for part in "qkvzba"',
-        'for part in "qkvzab"',
+        "self.in_z, self.in_beta, self.in_decay",
+        "self.in_z, self.in_decay, self.in_beta",
         f"{_FAMILIES}::test_logits_are_those_of_transformers[qwen3_5]",
     ),
     Mutant(

@@ -92,9 +92,10 @@ def _write_thetas(args: TransformerArgs) -> Fields:
     }
 
 
+_GRANITE_SHARED = {"shared_dim": "shared_intermediate_size"}
 _GRANITE_SWA = (
     BIASES,
-    Part(lambda config: _read_from(config, 0), lambda args: write_windows(args, 128)),
+    Part(_read_cwm, lambda args: write_windows(args, 128)),
     Part(_read_thetas, _write_thetas),
     *SCALARS,
 )
@@ -255,8 +256,9 @@ FAMILIES = {
     "granitemoe_swa": HFDecoder(
         "granitemoe_swa",
         "GraniteMoeSWAForCausalLM",
-        (experts(*LOCAL), *_GRANITE_SWA),
+        (experts(*LOCAL, _GRANITE_SHARED), *_GRANITE_SWA),
         names={
+            **GRANITE_SHARED_NAMES,
             "feed_forward.router.gate": "block_sparse_moe.router",
             "feed_forward.experts.w13": "block_sparse_moe.experts.gate_up_proj",
             "feed_forward.experts.w2": "block_sparse_moe.experts.down_proj",
@@ -265,7 +267,7 @@ FAMILIES = {
     "granitemoeshared": HFDecoder(
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
-        (BIASES, experts(*LOCAL, {"shared_dim": "shared_intermediate_size"}), *SCALARS),
+        (BIASES, experts(*LOCAL, _GRANITE_SHARED), *SCALARS),
         names=GRANITE_SHARED_NAMES,
     ),
     "granitemoe": HFDecoder(

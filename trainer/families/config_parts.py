@@ -378,7 +378,11 @@ def experts(number: str, width: str, keys: dict[str, str] | None = None, **field
     def read(config: Entries) -> Fields:
         there = "num_local_experts" if "num_local_experts" in config.content else number
         values = {
-            f: config.whole(key) if f == "shared_dim" else config.switch(key)
+            f: config.switch(key)
+            if f != "shared_dim"
+            else 0
+            if config.content.get(key) == 0
+            else config.whole(key)
             for f, key in keys.items()
         }
         return {

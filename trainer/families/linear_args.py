@@ -63,7 +63,9 @@ class GatedDeltaArgs(LinearArgs):
         "in_qkvz": "linear_attn.in_proj_qkvz",
         "in_ba": "linear_attn.in_proj_ba",
         **{f"in_{part}": "linear_attn.in_proj_qkv" for part in "qkv"},
-        **{f"in_{part}": f"linear_attn.in_proj_{part}" for part in "zba"},
+        "in_z": "linear_attn.in_proj_z",
+        "in_beta": "linear_attn.in_proj_b",
+        "in_decay": "linear_attn.in_proj_a",
         **{f"{part}_conv": "linear_attn.conv1d" for part in "qkv"},
         "decay.a_log.weight": "linear_attn.A_log",
         "decay.dt_bias.weight": "linear_attn.dt_bias",
@@ -74,7 +76,7 @@ class GatedDeltaArgs(LinearArgs):
     @property
     def gates(self) -> tuple[str, ...]:
         """The matrices of the inputs of beta and of the decays."""
-        return ("in_ba",) if self.by_head else ("in_b", "in_a")
+        return ("in_ba",) if self.by_head else ("in_beta", "in_decay")
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -101,8 +103,8 @@ class GatedDeltaArgs(LinearArgs):
         rows = {
             **{f"in_{part}": channels for part, channels in self.convolved().items()},
             "in_z": values,
-            "in_b": self.value_heads,
-            "in_a": self.value_heads,
+            "in_beta": self.value_heads,
+            "in_decay": self.value_heads,
         }
         if self.by_head:
             whole = sum(self.convolved().values()) + values

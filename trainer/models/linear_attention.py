@@ -222,7 +222,8 @@ class GatedDeltaNet(LinearAttention):
     ) -> Sequence[torch.Tensor]:
         """Return queries, keys, values, gates, and the inputs of beta and of decays, (B, S, channels) each."""
         if not self.args.by_head:
-            return [self.get_submodule(f"in_{part}")(x, **adapter_inputs) for part in "qkvzba"]
+            matrices = self.in_q, self.in_k, self.in_v, self.in_z, self.in_beta, self.in_decay
+            return [matrix(x, **adapter_inputs) for matrix in matrices]
         sizes = self._rows_of_key_head()
         # -1: the key heads of this tensor-parallel rank
         heads = self.in_qkvz(x, **adapter_inputs).unflatten(-1, (-1, sum(sizes)))
