@@ -14,24 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.hf_combinations import COMBINATIONS
+from tests.hf_shapes import EXPERTS as _EXPERTS
+from tests.hf_shapes import LATENT as _LATENT
+from tests.hf_shapes import LLAMA
+from tests.hf_shapes import SIGMOID as _SIGMOID
+from tests.hf_shapes import WINDOWS as _WINDOWS
+from tests.hf_shapes import YARN as _YARN
+from tests.hf_shapes import YARN_V3 as _YARN_V3
 from trainer.families.decoder_args import TransformerArgs
-from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.mixers import LatentArgs
 from trainer.families.registry import hf_config
 
-LLAMA = TransformerArgs(
-    dim=32,
-    n_layers=3,
-    n_heads=4,
-    n_kv_heads=2,
-    ffn_hidden_dim=48,
-    vocab_size=4354,
-    max_seq_len=64,
-    norm_eps=1e-6,
-    rope_theta=10000.0,
-)
 _OLMO = replace(LLAMA, norm_place="after", qk_norm=True, qk_norm_of_all_heads=True)
 _GEMMA = replace(
     LLAMA,
@@ -45,26 +41,8 @@ _GEMMA = replace(
     logits_softcap=3.0,
     sliding_window=5,
 )
-_YARN = RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
-_YARN_V3 = replace(_YARN, attention_factor=1.0, mscale_all_dim=1.0)
-_GEMMA_1 = {"tie_embeddings": True, "head_size": 16, "norm_offset": True}
-_GEMMA_1 |= {"activation": "gelu_tanh", "embedding_scale": 32**0.5}
 _LONGROPE = RopeScaling(
     4.0, original_max_seq_len=16, kind="longrope", short_factors=(1.0, 1.1, 1.3), long_factors=(1.5, 2.0, 5.0)
-)
-_WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
-_EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
-_SIGMOID = ExpertArgs(6, 2, 24, sigmoid=True)
-_LATENT = replace(_EXPERTS, n_kv_heads=4, latent=LatentArgs(10, 6, 4, 8, query_rank=14))
-_GRANITE_SWA = replace(
-    LLAMA,
-    embedding_scale=12.0,
-    residual_scale=0.22,
-    logits_divisor=8.0,
-    attention_scale=0.0625,
-    attention_sinks=True,
-    sliding_window=5,
-    layers=(LayerKind(rope_theta=500.0), LayerKind(window=False, rope=False), LayerKind()),
 )
 MODELS: dict[str, tuple[str, TransformerArgs]] = {
     "qwen3, windows from a layer on": ("qwen3", replace(LLAMA, qk_norm=True, sliding_window=5, layers=_WINDOWS)),
@@ -275,124 +253,8 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
         "minimax_m2",
         replace(_EXPERTS, head_size=16, rope_share=0.5, qk_norm=True, qk_norm_of_all_heads=True, experts=_SIGMOID),
     ),
-    "gemma": ("gemma", replace(LLAMA, **_GEMMA_1)),
-    "vaultgemma": (
-        "vaultgemma",
-        replace(
-            LLAMA,
-            **_GEMMA_1,
-            attention_scale=24**-0.5,
-            attention_softcap=2.0,
-            logits_softcap=3.0,
-            sliding_window=5,
-            layers=(LayerKind(), LayerKind(window=False)),
-        ),
-    ),
-    "ministral": ("ministral", replace(LLAMA, head_size=16, sliding_window=5, layers=_WINDOWS)),
-    "cwm": (
-        "cwm",
-        replace(
-            LLAMA,
-            head_size=16,
-            sliding_window=5,
-            rope_scaling=RopeScaling(4.0, original_max_seq_len=16),
-            layers=(LayerKind(window=False), LayerKind()),
-        ),
-    ),
-    "exaone4": (
-        "exaone4",
-        replace(
-            LLAMA,
-            norm_place="after",
-            qk_norm=True,
-            sliding_window=5,
-            layers=(LayerKind(), LayerKind(window=False, rope=False)),
-        ),
-    ),
-    "exaone4, no windows": ("exaone4", replace(LLAMA, norm_place="after", qk_norm=True)),
-    "iquestcoder": ("iquestcoder", replace(LLAMA, head_size=16)),
-    "glm": ("glm", replace(LLAMA, head_size=16, rope_share=0.5, attention_bias=True)),
-    "glm4": ("glm4", replace(LLAMA, head_size=16, rope_share=0.5, norm_place="around")),
-    "helium": ("helium", replace(LLAMA, attention_bias=True)),
-    "ernie4_5": ("ernie4_5", replace(LLAMA, head_size=16, tie_embeddings=True)),
-    "youtu": ("youtu", replace(LLAMA, n_kv_heads=4, latent=_LATENT.latent, tie_embeddings=True, rope_scaling=_YARN_V3)),
-    "glm4_moe_lite": (
-        "glm4_moe_lite",
-        replace(
-            _LATENT,
-            ffn_hidden_dim=40,
-            experts=replace(_SIGMOID, groups=3, groups_per_token=2, scale=1.8, shared_dim=24),
-            layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
-        ),
-    ),
-    "solar_open": (
-        "solar_open",
-        replace(_EXPERTS, head_size=16, attention_bias=True, experts=replace(_SIGMOID, shared_dim=24, scale=2.0)),
-    ),
-    "dots1": (
-        "dots1",
-        replace(
-            _EXPERTS,
-            ffn_hidden_dim=40,
-            qk_norm=True,
-            sliding_window=5,
-            experts=replace(_SIGMOID, normalise=False, scale=2.5, shared_dim=48),
-            layers=(LayerKind(window=False, experts=False), LayerKind(), LayerKind(window=False)),
-        ),
-    ),
-    "flex_olmo": (
-        "flex_olmo",
-        replace(
-            _EXPERTS,
-            norm_place="after",
-            qk_norm=True,
-            qk_norm_of_all_heads=True,
-            experts=replace(_EXPERTS.experts, normalise=False),
-        ),
-    ),
-    "exaone_moe": (
-        "exaone_moe",
-        replace(
-            _EXPERTS,
-            ffn_hidden_dim=40,
-            qk_norm=True,
-            sliding_window=5,
-            experts=replace(_SIGMOID, groups=3, groups_per_token=2, scale=2.5, shared_dim=24),
-            layers=(LayerKind(experts=False), LayerKind(window=False, rope=False), LayerKind()),
-        ),
-    ),
-    "hy_v3": (
-        "hy_v3",
-        replace(
-            _EXPERTS,
-            ffn_hidden_dim=40,
-            head_size=16,
-            qk_norm=True,
-            experts=replace(_SIGMOID, scale=2.5, shared_dim=24),
-            layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
-        ),
-    ),
-    "granite_swa": ("granite_swa", _GRANITE_SWA),
-    "granitemoe_swa": (
-        "granitemoe_swa",
-        replace(_GRANITE_SWA, ffn_hidden_dim=24, experts=_EXPERTS.experts, tie_embeddings=True),
-    ),
-    "granitemoeshared": (
-        "granitemoeshared",
-        replace(_EXPERTS, attention_scale=0.0625, experts=replace(_EXPERTS.experts, shared_dim=20)),
-    ),
-    "granitemoe": (
-        "granitemoe",
-        replace(
-            _EXPERTS,
-            tie_embeddings=True,
-            embedding_scale=12.0,
-            residual_scale=0.22,
-            logits_divisor=8.0,
-            attention_scale=0.0625,
-        ),
-    ),
 }
+MODELS |= COMBINATIONS
 
 
 @contextmanager

@@ -33,4 +33,4 @@ def test_a_refused_folder_is_told_what_is_missing(tmp_path: Path, model_type: st
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ConfigError) as error:
         _ = ModelFolder(tmp_path).family
-    assert f"model_type = {model_type!r}, which needs {missing()[model_type]} is not supported" in str(error.value)
+    assert f"model_type = {model_type!r}, which needs {missing()[model_type]}, is not supported" in str(error.value)

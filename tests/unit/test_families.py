@@ -33,6 +33,7 @@ from trainer.stores.initial_weights import check_initial_weights
 from trainer.stores.state import RunState, check_same_model, model_description
 
 pytestmark = pytest.mark.about(
+    "trainer/families/combinations.py",
     "trainer/families/config_parts.py",
     "trainer/families/dense.py",
     "trainer/families/hybrid.py",

@@ -81,7 +81,7 @@ class ModelFolder(HFFolder):
         model_type = self.whole_entries.content.get("model_type")
         if model_type not in names:
             lacking = next((x for x, types in refused().items() if model_type in types), None)
-            reason = f", which needs {lacking}" if lacking else ""
+            reason = f", which needs {lacking}," if lacking else ""
             raise ConfigError(
                 f"{self.entries.file}: model_type = {model_type!r}{reason} is not supported; it must be "
                 f"{' or '.join(names)}"
