@@ -138,9 +138,17 @@ def test_decays_are_in_float32_beside_bfloat16(pool: WorkerPool, family: str) ->
     assert pool.run(2, decay_types_case, arguments) == 2 * [({torch.float32}, {torch.bfloat16})]
 
 
-@pytest.mark.parametrize("modules", [["wq", "wkv_a", "f_b", "wo"], *slow(["wk", "g_a", "wb"])])
-def test_adapters_of_hybrid_layers_train_on_ranks(pool: WorkerPool, tmp_path: Path, modules: list[str]) -> None:
-    family, args = MODELS["kimi_linear"]
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("kimi_linear", ["wq", "wkv_a", "f_b", "wo"]),
+        *slow(("kimi_linear", ["wk", "g_a", "wb"]), ("qwen3_5_moe", ["in_q", "in_v", "in_z", "in_decay", "wo"])),
+    ],
+)
+def test_adapters_of_hybrid_layers_train_on_ranks(
+    pool: WorkerPool, tmp_path: Path, family: str, modules: list[str]
+) -> None:
+    family, args = MODELS[family]
     with in_double():
         hf_decoder(family, args).save_pretrained(tmp_path / "hf")
     case = beside_case, family, modules, str(tmp_path / "hf")
