@@ -14,24 +14,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.hf_combinations import COMBINATIONS
+from tests.hf_shapes import EXPERTS as _EXPERTS
+from tests.hf_shapes import LATENT as _LATENT
+from tests.hf_shapes import LLAMA
+from tests.hf_shapes import SIGMOID as _SIGMOID
+from tests.hf_shapes import WINDOWS as _WINDOWS
+from tests.hf_shapes import YARN as _YARN
+from tests.hf_shapes import YARN_V3 as _YARN_V3
 from trainer.families.decoder_args import TransformerArgs
-from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.mixers import LatentArgs
 from trainer.families.registry import hf_config
 
-LLAMA = TransformerArgs(
-    dim=32,
-    n_layers=3,
-    n_heads=4,
-    n_kv_heads=2,
-    ffn_hidden_dim=48,
-    vocab_size=4354,
-    max_seq_len=64,
-    norm_eps=1e-6,
-    rope_theta=10000.0,
-)
 _OLMO = replace(LLAMA, norm_place="after", qk_norm=True, qk_norm_of_all_heads=True)
 _GEMMA = replace(
     LLAMA,
@@ -45,14 +41,9 @@ _GEMMA = replace(
     logits_softcap=3.0,
     sliding_window=5,
 )
-_YARN = RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
 _LONGROPE = RopeScaling(
     4.0, original_max_seq_len=16, kind="longrope", short_factors=(1.0, 1.1, 1.3), long_factors=(1.5, 2.0, 5.0)
 )
-_WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
-_EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
-_SIGMOID = ExpertArgs(6, 2, 24, sigmoid=True)
-_LATENT = replace(_EXPERTS, n_kv_heads=4, latent=LatentArgs(10, 6, 4, 8, query_rank=14))
 MODELS: dict[str, tuple[str, TransformerArgs]] = {
     "qwen3, windows from a layer on": ("qwen3", replace(LLAMA, qk_norm=True, sliding_window=5, layers=_WINDOWS)),
     "qwen3_moe, dense layers, a window": (
@@ -173,12 +164,42 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             layers=(LayerKind(linear=True), LayerKind(linear=True, experts=False), LayerKind()),
         ),
     ),
+    "qwen3_5": (
+        "qwen3_5",
+        replace(
+            LLAMA,
+            n_layers=4,
+            head_size=16,
+            rope_share=0.5,
+            qk_norm=True,
+            norm_offset=True,
+            attention_gate=True,
+            tie_embeddings=True,
+            linear=GatedDeltaArgs(2, 4, 8, 6, by_head=False),
+            layers=(LayerKind(linear=True), LayerKind(linear=True), LayerKind()),
+        ),
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe",
+        replace(
+            _EXPERTS,
+            n_layers=4,
+            head_size=16,
+            rope_share=0.25,
+            qk_norm=True,
+            norm_offset=True,
+            attention_gate=True,
+            linear=GatedDeltaArgs(2, 2, 6, 8, kernel=3, by_head=False),
+            experts=replace(_EXPERTS.experts, shared_dim=20, shared_gate=True),
+            layers=(LayerKind(linear=True), LayerKind()),
+        ),
+    ),
     "deepseek_v3": (
         "deepseek_v3",
         replace(
             _LATENT,
             ffn_hidden_dim=40,
-            rope_scaling=replace(_YARN, attention_factor=1.0, mscale_all_dim=1.0),
+            rope_scaling=_YARN_V3,
             experts=replace(_SIGMOID, groups=3, groups_per_token=2, scale=2.5, shared_dim=24),
             layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
         ),
@@ -233,6 +254,7 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
         replace(_EXPERTS, head_size=16, rope_share=0.5, qk_norm=True, qk_norm_of_all_heads=True, experts=_SIGMOID),
     ),
 }
+MODELS |= COMBINATIONS
 
 
 @contextmanager

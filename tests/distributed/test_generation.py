@@ -57,9 +57,10 @@ MODELS = [
     Model(name="kimi_linear"),
     Model(name="qwen3_next"),
     Model(name="granitemoehybrid"),
+    Model(name="qwen3_5_moe"),
 ]
 IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2"]
-IDS += ["gpt_oss", "deepseek_v3", "kimi_linear", "qwen3_next", "granitemoehybrid"]
+IDS += ["gpt_oss", "deepseek_v3", "kimi_linear", "qwen3_next", "granitemoehybrid", "qwen3_5_moe"]
 
 
 def models(*quick: str) -> list[Any]:

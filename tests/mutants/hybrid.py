@@ -10,6 +10,8 @@ _SCANS = "tests/distributed/test_transformers_scans.py"
 _BITS = "tests/unit/test_thread_linear.py::test_deterministic_ranks_have_the_bits_of_one_process"
 _KERNELS = "tests/unit/test_linear_kernels.py"
 _INTERPRETED = f"{_KERNELS}::test_kernels_are_the_recurrence"
+_PACKED = "tests/distributed/test_hybrid_documents.py::test_packed_documents_are_computed_alone[qwen3_5-3]"
+_IMAGES = "tests/unit/test_text_and_images.py::test_the_model_of_text_is_read_and_written_back[qwen3_5_moe-True]"
 _METHODS = f"{_LATENT}::test_every_method_layout_and_mask_equals_one_process"
 
 HYBRID = (
@@ -229,6 +231,41 @@ HYBRID = (
         "or any(map(arguments.get, _ASKED)):",
         "or False:",
         f"{_SCANS}::test_what_a_scan_cannot_follow_is_refused",
+    ),
+    Mutant(
+        "the inputs of beta and of the decays are exchanged where each has a matrix",
+        "trainer/models/linear_attention.py",
+        "self.in_z, self.in_beta, self.in_decay",
+        "self.in_z, self.in_decay, self.in_beta",
+        f"{_FAMILIES}::test_logits_are_those_of_transformers[qwen3_5]",
+    ),
+    Mutant(
+        "short convolutions reach into the document before",
+        "trainer/models/linear_attention.py",
+        "self.inner_convolution.run(torch.cat([*parts], -1), taps, **where)",
+        "self.inner_convolution.run(torch.cat([*parts], -1), taps, **where | {'positions': None})",
+        _PACKED,
+    ),
+    Mutant(
+        "states of Gated DeltaNet go on into the next document",
+        "trainer/models/linear_attention.py",
+        'Tokens(q, k, v, log_decay, b.sigmoid(), where["positions"], args.key_dim**-0.5)',
+        "Tokens(q, k, v, log_decay, b.sigmoid(), None, args.key_dim**-0.5)",
+        _PACKED,
+    ),
+    Mutant(
+        "experts in one tensor are looked for in a tensor each",
+        "trainer/hugging_face/pairs.py",
+        "other if (other := hf.other_form) and other.name in names else hf",
+        "hf",
+        _IMAGES,
+    ),
+    Mutant(
+        "the part that reads images is lost by an export",
+        "trainer/checkpoint/export.py",
+        "if name.startswith(LEFT_ASIDE)",
+        "if name.startswith('visual.')",
+        _IMAGES,
     ),
     Mutant(
         "functions stay bound outside of a context",

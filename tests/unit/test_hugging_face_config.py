@@ -58,6 +58,7 @@ SIZES = {
     "vocab_size": 50,
 }
 EXPERTS = {"num_local_experts": 8, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+EXPERTS |= {"n_routed_experts": 8, "n_shared_experts": 1}
 DEFAULTS = [
     (family, key)
     for family, known in hf_families().items()
@@ -77,10 +78,12 @@ def test_what_a_file_lacks_is_what_transformers_assumes(family: str, key: str) -
     sizes |= {"num_key_value_heads": 16} if is_latent else {}
     wholly = kind(**sizes).to_dict() | {"architectures": [architecture]}
     gone = {key} if key in _ASSUMED else {"rope_parameters"} if "null" in key else set(_ASSUMED)
+    gone -= {name for name in ("n_shared_experts",) if getattr(kind(), name, 1) is None}  # it has no default there
     entries = {name: value for name, value in wholly.items() if name not in gone}
     entries |= {"rope_scaling": None} if "null" in key else {}
     if "num_key_value_heads" in gone:
-        heads = kind().num_key_value_heads if is_latent else 64
+        own = kind().num_key_value_heads or 64
+        heads = own if is_latent or 64 % own else 64
         entries |= {"num_attention_heads": heads, "hidden_size": 8 * heads}
         entries |= {"mamba_d_head": "auto"} if "mamba_d_head" in entries else {}
     # transformers' own class, of the same file

@@ -129,7 +129,7 @@ def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     says("is no safetensors file, or a part of one", "to-hf", run, out)
     changed(hf, model_type="bert")
-    says("model_type = 'bert' is not supported; it must be llama", "to-hf", run, out)
+    says("'bert', which needs learned absolute positions, is not supported; it must be llama", "to-hf", run, out)
     with pytest.raises(SystemExit):
         convert.main(["to-hf", str(run), str(out), "--max-shard-size", "5"])
     assert "'5' is no size; write it as 5GB" in capsys.readouterr().err

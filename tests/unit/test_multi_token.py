@@ -173,7 +173,15 @@ OF_QWEN = ("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 
 @pytest.mark.parametrize(
-    ("family", "names"), [("deepseek_v3", OF_DEEPSEEK), ("glm4_moe", OF_DEEPSEEK), ("qwen3_next", OF_QWEN)]
+    ("family", "names"),
+    [
+        ("deepseek_v3", OF_DEEPSEEK),
+        ("glm4_moe", OF_DEEPSEEK),
+        ("glm4_moe_lite", OF_DEEPSEEK),
+        ("qwen3_next", OF_QWEN),
+        ("qwen3_5", OF_QWEN),
+        ("qwen3_5_moe", OF_QWEN),
+    ],
 )
 def test_weights_go_to_the_published_names_and_back(tmp_path: Path, family: str, names: tuple[str, ...]) -> None:
     args = replace(MODELS[family][1], mtp_layers=1)
@@ -186,7 +194,7 @@ def test_weights_go_to_the_published_names_and_back(tmp_path: Path, family: str,
     assert {f"{name}.weight" for name in own} <= layer_files.keys()
     layer = made.layers[str(args.n_layers)]
     assert torch.equal(layer_files[f"{own[2]}.weight"], layer.projection.weight)
-    inner = "layers.0." if family == "qwen3_next" else ""
+    inner = "layers.0." if names is OF_QWEN else ""
     assert torch.equal(layer_files[f"{inner}self_attn.o_proj.weight"], layer.attention.wo.weight)
     # Published folders repeat there what the layer shares.
     shared = {} if inner else {f"{begin}embed_tokens.weight": "model.embed_tokens.weight"}

@@ -15,20 +15,20 @@ from trainer.checkpoint.weights import WeightsReader, load_tensors, open_saved, 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
+from trainer.families.decoder_tensors import STACKED
 from trainer.families.registry import ModelFolder, base_weights, hf_config, start_folder
 from trainer.grouping import grouped
 from trainer.hugging_face.config_json import CONFIG_FILE
-from trainer.hugging_face.folder import PEFT_FILE, adapted_and_whole
-from trainer.hugging_face.pairs import HFModel, Shape
+from trainer.hugging_face.folder import PEFT_FILE, QUANTISED, SHARED, adapted_and_whole
+from trainer.hugging_face.pairs import LEFT_ASIDE, HFModel, Shape
 from trainer.hugging_face.parts import wider_types
+from trainer.hugging_face.stored import Stored
 from trainer.hugging_face.writer import MOST_BYTES, NewFolder
 from trainer.job.lora import adapter_names, adapter_shapes
 from trainer.models.model_spec import hf_model, model_spec
 from trainer.runtime.console import logger
 from trainer.transforms.lora import merged
 
-_STACKED = {"w13": "gate_up_proj", "w2": "down_proj"}
-"""Stacked weights of experts, and their names in transformers' modules."""
 _LONGEST = {"max_position_embeddings", "model_max_length"}
 """Entries of config.json with the longest sequence of the model."""
 _BLOCK = 2**20  # elements whose rounding is measured at once
@@ -57,24 +57,26 @@ def write_hf(
         OSError: The folder cannot be written.
     """
     source = start_folder(config)
+    stored = _stored(source)
+    images = {name: x for name, x in stored.items() if name.startswith(LEFT_ASIDE)}
     content = _config_json(config, args, dtype, source)
-    model = hf_model(model_spec(config.model.name), args)
+    model = hf_model(model_spec(config.model.name), args).in_folder(stored)
     readers = open_weights(config, args)
     shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
     text = text_files(
         config, next(content[longest] for longest in _LONGEST if longest in content), source
     )
     own = [reader for reader in readers[:1] if isinstance(reader, Reader)]
-    kept = kept_types(config, model, dtype, _saved_types(own), source)
-    with NewFolder(
-        output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes
-    ) as folder:
+    kept = kept_types(config, model, dtype, _saved_types(own), stored)
+    settings = {"other_types": kept, "most_bytes": most_bytes, "copied": images}
+    with NewFolder(output, model.shapes(), dtype, **settings) as folder:
         rounding = Rounding(dtype)
         for name, whole in _whole_tensors(config, args, shapes, readers, rounding):
             for there, part in model.pairs[name][1].tensors(whole).items():
                 folder.put(there, part)
             del whole, part  # before the next ones are read
-        folder.finish({CONFIG_FILE: content | text.ids, **text.files}, text.carried)
+        files = {CONFIG_FILE: content | text.ids, **text.files}
+        folder.finish(_with_images(files, source) if images else files, text.carried)
     rounding.tell()
     unnamed = model.has_further and not model.further
     return (
@@ -88,7 +90,7 @@ def kept_types(
     model: HFModel,
     dtype: torch.dtype,
     saved: Mapping[str, torch.dtype] | None = None,
-    source: ModelFolder | None = None,
+    stored: Mapping[str, Stored] | None = None,
 ) -> dict[str, torch.dtype]:
     """Return the tensors there, by name, that keep a wider dtype than `dtype`, which rounds the others.
 
@@ -100,7 +102,7 @@ def kept_types(
         model: The tensors of the model.
         dtype: Dtype of the files.
         saved: Dtypes in the checkpoint, by our names.
-        source: The folder from which the run started.
+        stored: The tensors of the folder from which the run started.
     """
     usual = getattr(torch, config.training.dtype)
     family = hf_config(config.model.name)
@@ -112,17 +114,42 @@ def kept_types(
                 kept[there] = torch.float32
             elif (own := (saved or {}).get(name, usual)).itemsize > usual.itemsize:
                 kept[there] = own
-    if source is not None and source.has_tensors:
-        try:
-            kept |= wider_types(source.tensors)
-        except ConfigError as error:
-            logger.warning(
-                f"tensors that {source.path} has in a wider type are written in the usual type: {error}"
-            )
+    kept |= wider_types(stored or {})
     return {
         there: torch.promote_types(dtype, kept[there])
         for there in model.shapes()
         if there in kept
+    }
+
+
+def _stored(source: ModelFolder | None) -> Mapping[str, Stored]:
+    """Return the tensors of the folder from which the run started, by name. Empty if they cannot be read."""
+    if source is not None and source.has_tensors:
+        try:
+            return source.tensors
+        except ConfigError as error:
+            logger.warning(
+                f"tensors that {source.path} has in a wider type are written in the usual type, and tensors that read "
+                f"images are left out: {error}"
+            )
+    return {}
+
+
+def _with_images(files: dict[str, Any], source: ModelFolder) -> dict[str, Any]:
+    """Return the files of the model that reads images, from the files of its new model of text."""
+    content = files[CONFIG_FILE]
+    whole = source.whole_entries.content
+    before = {name: x for name, x in whole["text_config"].items() if name != QUANTISED}
+    rope = {**(before.get("rope_parameters") or {}), **content["rope_parameters"]}
+    text = before | content | {"rope_parameters": rope}
+    shared = {name: content[name] for name in SHARED if name in content}
+    others = {name: x for name, x in whole.items() if name != QUANTISED}
+    del text["architectures"]
+    images = source.path.glob("*processor_config.json")
+    return {
+        **files,
+        CONFIG_FILE: others | shared | {"text_config": text},
+        **{file.name: file.read_text("utf-8") for file in images},
     }
 
 
@@ -251,7 +278,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     ours = _read(shapes, [open_saved(config, args, step)])
     modules, whole = adapted_and_whole(hf.name for _, hf in model.pairs.values())
     stacked = {
-        f"mlp.experts.{_STACKED[module.rpartition('.')[2]]}"
+        f"mlp.experts.{STACKED[module.rpartition('.')[2]]}"
         for module in adapter_shapes(config, args)
         if ".experts." in module
     }

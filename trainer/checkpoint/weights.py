@@ -24,6 +24,7 @@ from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.pairs import HFModel
 from trainer.hugging_face.reader import HFReader
 from trainer.models.model_spec import hf_model, model_spec
+from trainer.runtime.console import logger
 from trainer.stores.addresses import named_step, saved_step
 from trainer.stores.folder import (
     check_fits,
@@ -195,7 +196,13 @@ def open_initial(
 
 
 def _hf_reader(folder: HFFolder, model: HFModel, once: Once) -> HFReader:
-    return HFReader(folder, model, once(lambda: HFReader(folder, model).headers))
+    reader = HFReader(folder, model, once(lambda: HFReader(folder, model).headers))
+    if reader.left_aside:
+        logger.info(
+            f"{reader.left_aside} tensors of {folder.path} read images, and are left aside: the run reads the model of "
+            "text alone"
+        )
+    return reader
 
 
 def open_weights(

@@ -68,6 +68,27 @@ def switch(key: str, *fields: str) -> Part:
     )
 
 
+def renamed(part: Part, names: dict[str, str]) -> Part:
+    """Return a part whose entries have other names in the file.
+
+    Args:
+        part: The part.
+        names: Names there -> names of the part.
+    """
+    known = {ours: there for there, ours in names.items()}
+
+    def read(config: Entries) -> Fields:
+        content = config.content
+        entries = {ours: content[there] for there, ours in names.items() if there in content}
+        return part.read(Entries(config.file, content | entries))
+
+    return Part(
+        read,
+        lambda args: {known.get(key, key): value for key, value in part.write(args).items()},
+        part.needs,
+    )
+
+
 BIASES = switch("attention_bias", "attention_bias", "output_bias")
 """One switch for all biases of attention."""
 
@@ -357,7 +378,11 @@ def experts(number: str, width: str, keys: dict[str, str] | None = None, **field
     def read(config: Entries) -> Fields:
         there = "num_local_experts" if "num_local_experts" in config.content else number
         values = {
-            f: config.whole(key) if f == "shared_dim" else config.switch(key)
+            f: config.switch(key)
+            if f != "shared_dim"
+            else 0
+            if config.content.get(key) == 0
+            else config.whole(key)
             for f, key in keys.items()
         }
         return {

@@ -35,12 +35,18 @@ class HFDecoder:
     """The key and the name there of the activation of the gates in feed-forward networks."""
     rotates_a_share: bool = False
     """Whether the entry `partial_rotary_factor` counts."""
+    other_classes: tuple[str, ...] = ()
+    """Other names of the class in published files."""
+    adjacent_pairs: bool = False
+    """Whether the two rows of a rotary pair are adjacent there, too."""
     quantised: tuple[str, ...] = ("fp8",)
     """The values of `quant_method` with which published weights can be read."""
     further: Mapping[str, str] = field(default_factory=dict)
     """Modules of a layer that predicts further tokens -> their names there, "" -> name prefix of its other modules; {}
     is its number, counted after the other layers. transformers does not read them. Empty: there are none."""
 
+    images_type: str = ""
+    """`model_type` of folders in which this model of text is a part of a model that reads images, too. Empty: none."""
     float32_in_float16: tuple[str, ...] = ()
     """Parts of the names of tensors that transformers keeps in float32 if weights are in float16."""
 
@@ -57,7 +63,10 @@ class HFDecoder:
             name: Name of the parameter.
         """
         if not is_further(args, name):
-            return hf_tensor(args, name, self.names)
+            there = hf_tensor(args, name, self.names)
+            if self.adjacent_pairs and there is not None and there.moves_rows:
+                return HFTensor(there.name, first_row=there.first_row, all_rows=there.all_rows)
+            return there
         table, layer, own = name.split(".", 2)
         module, _, kind = (own if table == "layers" else f"{table}.{own}").rpartition(".")
         if not self._has_further(args):
@@ -133,7 +142,8 @@ class HFDecoder:
         }
         config = Entries(config.file, {**self.defaults, **entries})
         config.only("model_type", self.model_type)
-        config.only("architectures", [self.architecture])
+        classes = [self.architecture, *self.other_classes]
+        config.only("architectures", *([name] for name in classes))
         config.only(*self.activation)
         config.only("attention_dropout", 0.0)
         dim = config.whole("hidden_size")

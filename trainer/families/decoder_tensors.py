@@ -22,9 +22,12 @@ _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_nor
 _FUSED = (
     ("attention.wq", "attention.wk", "attention.wv"),
     ("attention.in_z", "attention.in_x", "attention.in_b", "attention.in_c", "attention.in_dt"),
+    ("attention.in_q", "attention.in_k", "attention.in_v"),
     ("feed_forward.w1", "feed_forward.w3"),
     ("feed_forward.shared.w1", "feed_forward.shared.w3"),
 )
+STACKED = {"w13": "gate_up_proj", "w2": "down_proj"}
+"""Weights of all experts, and their names in transformers' modules."""
 SELECTION_BIAS = "feed_forward.router.selection_bias"
 FURTHER_AS_LAYERS: Mapping[str, str] = {
     "": "model.layers.{}.",
@@ -45,8 +48,8 @@ def hf_tensor(
     """Return Hugging Face's tensor for a parameter. None for a buffer of routers without a counterpart.
 
     In the name of experts, {} is the number of an expert, and several names divide its rows; without {}, one tensor has
-    all experts. Modules of one name have parts of one tensor. The two rows of a rotary pair are adjacent here, and half
-    of the rotated share of a head apart there.
+    all experts. With {}, a folder may have transformers' one tensor instead. Modules of one name have parts of one
+    tensor. The two rows of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
 
     Args:
         args: The arguments of the model.
@@ -67,13 +70,13 @@ def hf_tensor(
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
         return _gpt_oss_tensor(f"{prefix}mlp", part.removeprefix("feed_forward."))
     if part.startswith("feed_forward.experts."):
-        templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         if "{}" not in table[part]:
-            return HFTensor(templates[0])
+            return HFTensor(prefix + table[part])
+        templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         numbers = range(args.experts.number)
-        return HFTensor(
-            stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers)
-        )
+        stacked = tuple(tuple(there.format(i) for there in templates) for i in numbers)
+        one = f"{prefix}mlp.experts.{STACKED[part.rpartition('.')[2]]}"
+        return HFTensor(stacked=stacked, other_form=HFTensor(one))
     if part in table:
         place = _place(layer, args.dim, part.rpartition(".")[0], table)
         return HFTensor(prefix + table[part], **place)

@@ -113,14 +113,14 @@ def _write_gemma(args: TransformerArgs) -> Fields:
     return {"query_pre_attn_scalar": args.head_dim if scale is None else round(scale**-2)}
 
 
-_GEMMA = (
+GEMMA = (
     only("use_bidirectional_attention", False),
     BIASES,
     Part(_read_gemma, _write_gemma),
     number("final_logit_softcapping", "logits_softcap"),
 )
 _OLMO = always(norm_place="after", qk_norm=True, qk_norm_of_all_heads=True), BIASES
-_GELU = "hidden_activation", "gelu_pytorch_tanh"
+GELU = "hidden_activation", "gelu_pytorch_tanh"
 _NO_MLP_BIAS = only("mlp_bias", False, written=True)
 _QKV, _GATES = "self_attn.qkv_proj", "mlp.gate_up_proj"
 FAMILIES = {
@@ -164,8 +164,8 @@ FAMILIES = {
     "gemma2": HFDecoder(
         "gemma2",
         "Gemma2ForCausalLM",
-        (*_GEMMA, windows(2, 4096), number("attn_logit_softcapping", "attention_softcap")),
-        activation=_GELU,
+        (*GEMMA, windows(2, 4096), number("attn_logit_softcapping", "attention_softcap")),
+        activation=GELU,
     ),
     "gemma3": HFDecoder(
         "gemma3_text",
@@ -173,11 +173,11 @@ FAMILIES = {
         (
             only("attn_logit_softcapping", None),
             always(qk_norm=True),
-            *_GEMMA,
+            *GEMMA,
             with_local_tables(
                 windows(6, 4096, "sliding_window_pattern"), 10000.0, "rope_local_base_freq"
             ),
         ),
-        activation=_GELU,
+        activation=GELU,
     ),
 }

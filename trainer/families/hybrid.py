@@ -1,6 +1,7 @@
 """Architectures of transformers with linear attention; sizes.toml has the sizes and their sources. Torch-free."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from trainer.config.errors import ConfigError
@@ -16,6 +17,7 @@ from trainer.families.config_parts import (
     only,
     read_balance,
     read_layer_types,
+    renamed,
 )
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
@@ -24,7 +26,13 @@ from trainer.families.dense import SCALARS
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.rotary_entries import FULL
-from trainer.families.sparse import LATENT, NO_BIASES, SIGMOID_EXPERTS, SIGMOID_NAMES
+from trainer.families.sparse import (
+    LATENT,
+    MLP_TYPES,
+    NO_BIASES,
+    SIGMOID_EXPERTS,
+    SIGMOID_NAMES,
+)
 from trainer.hugging_face.config_json import Entries
 from trainer.hugging_face.pairs import HFTensor
 
@@ -50,13 +58,14 @@ _QWEN = {
 }
 
 
-def _read_qwen(config: Entries) -> Fields:
+def _read_qwen(config: Entries, *, by_head: bool) -> Fields:
     kinds = read_layer_types(
         config,
         (FULL, _LINEAR),
         full_every(config, _LINEAR, config.whole("full_attention_interval", 4)),
     )
-    linear = GatedDeltaArgs(**{field: config.whole(key) for key, field in _QWEN.items()})
+    sizes = {field: config.whole(key) for key, field in _QWEN.items()}
+    linear = GatedDeltaArgs(**sizes, by_head=by_head)
     if linear.value_heads % linear.key_heads:
         raise ConfigError(
             f"{config.file}: linear_num_value_heads = {linear.value_heads} must be a multiple of "
@@ -70,6 +79,30 @@ def _write_qwen(args: TransformerArgs) -> Fields:
     return {"layer_types": _types(args), **sizes}
 
 
+# Full attention has gates, and norms of queries and keys; all norms of the hidden size count from one.
+_QWEN_ALWAYS = always(qk_norm=True, norm_offset=True, attention_gate=True)
+_QWEN_FURTHER = {
+    "": "mtp.layers.0.",
+    "embedding_norm": "mtp.pre_fc_norm_embedding",
+    "hidden_norm": "mtp.pre_fc_norm_hidden",
+    "projection": "mtp.fc",
+    "mtp_norms": "mtp.norm",
+}
+
+
+def _qwen3_5(kind: str, architecture: str, *parts: Part) -> HFDecoder:
+    """Return Qwen3.5's architecture, `kind` with these parts. Its published folders read images, too."""
+    linear = Part(partial(_read_qwen, by_head=False), _write_qwen, _NEEDS)
+    return HFDecoder(
+        f"{kind}_text",
+        architecture,
+        (_QWEN_ALWAYS, linear, NO_BIASES, *parts),
+        rotates_a_share=True,
+        further=_QWEN_FURTHER,
+        images_type=kind,
+    )
+
+
 # ---- Kimi Linear: Kimi Delta Attention in three of four layers, latent attention without rotation in the others
 
 _KEYS = {
@@ -81,11 +114,6 @@ _KEYS = {
     "model_max_length": "max_position_embeddings",
 }
 """Names there -> names of DeepSeek-V3."""
-
-
-def _as_deepseek(config: Entries) -> Entries:
-    named = {ours: config.content[key] for key, ours in _KEYS.items() if key in config.content}
-    return replace(config, content=config.content | named)
 
 
 def _read_kimi_layers(config: Entries) -> Fields:
@@ -135,30 +163,10 @@ def _write_kimi_layers(args: TransformerArgs) -> Fields:
     }
 
 
-def _read_kimi_experts(config: Entries) -> Fields:
-    fields = SIGMOID_EXPERTS.read(_as_deepseek(config))
-    if (kinds := config.content.get("mlp_layer_types")) is not None:
-        n_layers = config.whole("num_hidden_layers")
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != n_layers
-            or not {"dense", "sparse"}.issuperset(kinds)
-        ):
-            raise ConfigError(
-                f"{config.file}: mlp_layer_types = {kinds!r} is not supported; it must be 'dense' or 'sparse' for each "
-                f"of {n_layers} layers"
-            )
-        fields["layers"] = {"experts": [kind == "sparse" for kind in kinds]}
-    return fields | {"max_seq_len": _as_deepseek(config).whole("max_position_embeddings")}
-
-
-def _write_kimi_experts(args: TransformerArgs) -> Fields:
-    known = {ours: key for key, ours in _KEYS.items()}
-    return {
-        **{known.get(key, key): value for key, value in SIGMOID_EXPERTS.write(args).items()},
-        "model_max_length": args.max_seq_len,
-        "mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in args.kinds],
-    }
+_KIMI_LENGTH = Part(
+    lambda config: {"max_seq_len": config.whole("max_position_embeddings")},
+    lambda args: {"max_position_embeddings": args.max_seq_len},
+)
 
 
 class _KimiLinear(HFDecoder):
@@ -246,34 +254,42 @@ def _write_granite_experts(args: TransformerArgs) -> dict[str, Any]:
     }
 
 
+GRANITE_NAMES = {
+    "feed_forward.router.gate": "block_sparse_moe.router.layer",
+    "feed_forward.experts.w13": "block_sparse_moe.input_linear.weight",
+    "feed_forward.experts.w2": "block_sparse_moe.output_linear.weight",
+}
 _EXPERT = "block_sparse_moe.experts.{}"
 _DENSE = {
     "w1": "shared_mlp.input_linear",
     "w3": "shared_mlp.input_linear",
     "w2": "shared_mlp.output_linear",
 }
+GRANITE_SHARED_NAMES = {
+    **GRANITE_NAMES,
+    **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
+}
 FAMILIES = {
     "qwen3_next": HFDecoder(
         "qwen3_next",
         "Qwen3NextForCausalLM",
         (
-            # Full attention has gates, and norms of queries and keys; all norms of the hidden size count from one.
-            always(qk_norm=True, norm_offset=True, attention_gate=True),
+            _QWEN_ALWAYS,
             experts(
                 "num_experts", "moe_intermediate_size", NORMALISE | SHARED, shared_gate=True
             ),
-            Part(_read_qwen, _write_qwen, _NEEDS),
+            Part(partial(_read_qwen, by_head=True), _write_qwen, _NEEDS),
             NO_BIASES,
             SPARSE_LAYERS,
         ),
         rotates_a_share=True,
-        further={
-            "": "mtp.layers.0.",
-            "embedding_norm": "mtp.pre_fc_norm_embedding",
-            "hidden_norm": "mtp.pre_fc_norm_hidden",
-            "projection": "mtp.fc",
-            "mtp_norms": "mtp.norm",
-        },
+        further=_QWEN_FURTHER,
+    ),
+    "qwen3_5": _qwen3_5("qwen3_5", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": _qwen3_5(
+        "qwen3_5_moe",
+        "Qwen3_5MoeForCausalLM",
+        experts("num_experts", "moe_intermediate_size", SHARED, shared_gate=True),
     ),
     "kimi_linear": _KimiLinear(
         "kimi_linear",
@@ -283,7 +299,9 @@ FAMILIES = {
             only("moe_router_activation_func", "sigmoid", written=True),
             only("moe_layer_freq", 1, written=True),
             Part(_read_kimi_layers, _write_kimi_layers, _NEEDS),
-            Part(_read_kimi_experts, _write_kimi_experts, SIGMOID_EXPERTS.needs),
+            renamed(SIGMOID_EXPERTS, _KEYS),
+            renamed(_KIMI_LENGTH, _KEYS),
+            MLP_TYPES,
             NO_BIASES,
             LATENT,
         ),
@@ -308,11 +326,8 @@ FAMILIES = {
             *SCALARS,
         ),
         names={
-            "feed_forward.router.gate": "block_sparse_moe.router.layer",
-            "feed_forward.experts.w13": "block_sparse_moe.input_linear",
-            "feed_forward.experts.w2": "block_sparse_moe.output_linear",
+            **GRANITE_SHARED_NAMES,
             **{f"feed_forward.{ours}": there for ours, there in _DENSE.items()},
-            **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
         },
     ),
 }

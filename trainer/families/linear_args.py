@@ -56,17 +56,27 @@ class GatedDeltaArgs(LinearArgs):
     key_dim: int
     value_dim: int
     kernel: int = 4
+    by_head: bool = True
+    """Whether two matrices have all rows, key head after key head (Qwen3-Next). False: each part has a matrix."""
     convolution_bias = False
-    gates = ("in_ba",)
     names: ClassVar[Mapping[str, str]] = {
         "in_qkvz": "linear_attn.in_proj_qkvz",
         "in_ba": "linear_attn.in_proj_ba",
+        **{f"in_{part}": "linear_attn.in_proj_qkv" for part in "qkv"},
+        "in_z": "linear_attn.in_proj_z",
+        "in_beta": "linear_attn.in_proj_b",
+        "in_decay": "linear_attn.in_proj_a",
         **{f"{part}_conv": "linear_attn.conv1d" for part in "qkv"},
         "decay.a_log.weight": "linear_attn.A_log",
         "decay.dt_bias.weight": "linear_attn.dt_bias",
         "norm": "linear_attn.norm",
         "wo": "linear_attn.out_proj",
     }
+
+    @property
+    def gates(self) -> tuple[str, ...]:
+        """The matrices of the inputs of beta and of the decays."""
+        return ("in_ba",) if self.by_head else ("in_beta", "in_decay")
 
     @property
     def states(self) -> tuple[int, int, int]:
@@ -90,11 +100,17 @@ class GatedDeltaArgs(LinearArgs):
             tp: Tensor-parallel degree.
         """
         values = self.value_heads * self.value_dim
-        return {
-            "in_qkvz": ((sum(self.convolved().values()) + values) // tp, dim),
-            "in_ba": (2 * self.value_heads // tp, dim),
-            "wo": (dim, values // tp),
+        rows = {
+            **{f"in_{part}": channels for part, channels in self.convolved().items()},
+            "in_z": values,
+            "in_beta": self.value_heads,
+            "in_decay": self.value_heads,
         }
+        if self.by_head:
+            whole = sum(self.convolved().values()) + values
+            rows = {"in_qkvz": whole, "in_ba": 2 * self.value_heads}
+        shapes = {name: (number // tp, dim) for name, number in rows.items()}
+        return shapes | {"wo": (dim, values // tp)}
 
     def vectors(self, dim: int) -> int:
         """Return the number of parameters of decays and the norm.

@@ -8,9 +8,11 @@ from pathlib import Path
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
-from trainer.families import dense, hybrid, sparse
+from trainer.config.toml import load_toml
+from trainer.families import combinations, dense, hybrid, sparse
 from trainer.families.args import DecoderArgs, ModelArgs
 from trainer.families.decoder_args import sizes
+from trainer.families.decoder_config_json import HFDecoder
 from trainer.hugging_face.config_json import HFConfig
 from trainer.hugging_face.folder import HFFolder
 
@@ -26,7 +28,7 @@ class Family:
     """None: transformers does not have the family. With an `HFDecoder` the spec also gets the names of tensors."""
 
 
-_DECODERS = dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES
+_DECODERS = dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES | combinations.FAMILIES
 MODELS: Registry[Family] = Registry(
     "model",
     {name: Family(sizes(name), hugging_face=decoder) for name, decoder in _DECODERS.items()},
@@ -59,6 +61,11 @@ def hf_config(name: str) -> HFConfig:
     return families[name]
 
 
+def refused() -> dict[str, list[str]]:
+    """Return the mechanisms that no family has -> `model_type` of the architectures of transformers that need them."""
+    return load_toml(Path(__file__).with_name("refused.toml"))
+
+
 @dataclass(frozen=True)
 class ModelFolder(HFFolder):
     """A Hugging Face folder, and the meaning of its `config.json` to the families."""
@@ -66,11 +73,17 @@ class ModelFolder(HFFolder):
     @cached_property
     def family(self) -> str:
         """Name of the family; ConfigError if no family has this `model_type`."""
-        names = {known.model_type: name for name, known in hf_families().items()}
-        model_type = self.entries.content.get("model_type")
+        families = hf_families()
+        names = {known.model_type: name for name, known in families.items()}
+        if self.reads_images:
+            decoders = {name: x for name, x in families.items() if isinstance(x, HFDecoder)}
+            names = {x.images_type: name for name, x in decoders.items() if x.images_type}
+        model_type = self.whole_entries.content.get("model_type")
         if model_type not in names:
+            lacking = next((x for x, types in refused().items() if model_type in types), None)
+            reason = f", which needs {lacking}," if lacking else ""
             raise ConfigError(
-                f"{self.entries.file}: model_type = {model_type!r} is not supported; it must be "
+                f"{self.entries.file}: model_type = {model_type!r}{reason} is not supported; it must be "
                 f"{' or '.join(names)}"
             )
         return names[model_type]

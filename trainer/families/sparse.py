@@ -73,6 +73,31 @@ SIGMOID_NAMES = {
 }
 
 
+def _read_mlp_types(config: Entries) -> Fields:
+    kinds = config.content.get("mlp_layer_types")
+    if kinds is None:
+        return {}
+    n_layers = config.whole("num_hidden_layers")
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != n_layers
+        or not {"dense", "sparse"}.issuperset(kinds)
+    ):
+        raise ConfigError(
+            f"{config.file}: mlp_layer_types = {kinds!r} is not supported; it must be 'dense' or 'sparse' for each "
+            f"of {n_layers} layers"
+        )
+    return {"layers": {"experts": [kind == "sparse" for kind in kinds]}}
+
+
+def _write_mlp_types(args: TransformerArgs) -> Fields:
+    return {"mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in args.kinds]}
+
+
+MLP_TYPES = Part(_read_mlp_types, _write_mlp_types)
+"""Layers with experts by name. If a file has no entry, an earlier part decides."""
+
+
 _LATENT = {
     "kv_lora_rank": "rank",
     "q_lora_rank": "query_rank",
@@ -107,7 +132,7 @@ def _write_latent(args: TransformerArgs) -> Fields:
 
 NO_BIASES = only("attention_bias", False, written=True)
 LATENT = Part(_read_latent, _write_latent, ("latent", "latent attention"))
-_FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": args.mtp_layers})
+FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": args.mtp_layers})
 
 
 def _read_switched_window(config: Entries) -> Fields:
@@ -140,7 +165,7 @@ _MIXTRAL_NAMES = {
     "feed_forward.experts.w2": "block_sparse_moe.experts.{}.w2",
 }
 _NO_JITTER = only("router_jitter_noise", 0.0)
-_LOCAL = ("num_local_experts", "intermediate_size")
+LOCAL = ("num_local_experts", "intermediate_size")
 FAMILIES = {
     "qwen3_moe": HFDecoder(
         "qwen3_moe",
@@ -161,7 +186,7 @@ FAMILIES = {
             only("swiglu_alpha", 1.702),
             only("swiglu_limit", 7.0),
             always(attention_sinks=True, attention_bias=True, output_bias=True),
-            experts(*_LOCAL, biases=True, clamped=True),
+            experts(*LOCAL, biases=True, clamped=True),
             windows(2, 128),
         ),
         quantised=("mxfp4",),
@@ -170,7 +195,7 @@ FAMILIES = {
     "mixtral": HFDecoder(
         "mixtral",
         "MixtralForCausalLM",
-        (_NO_JITTER, experts(*_LOCAL), WINDOW),
+        (_NO_JITTER, experts(*LOCAL), WINDOW),
         names=_MIXTRAL_NAMES,
     ),
     "olmoe": HFDecoder(
@@ -202,7 +227,7 @@ FAMILIES = {
             SIGMOID_EXPERTS,
             switch("use_qk_norm", "qk_norm"),
             switch("attention_bias", "attention_bias"),
-            _FURTHER,
+            FURTHER,
         ),
         names=SIGMOID_NAMES,
         rotates_a_share=True,
@@ -214,7 +239,7 @@ FAMILIES = {
         (
             Part(_read_minimax, lambda args: {"rotary_dim": args.rotary_dim}),
             _NO_JITTER,
-            experts(*_LOCAL, sigmoid=True),
+            experts(*LOCAL, sigmoid=True),
         ),
         names={**_MIXTRAL_NAMES, SELECTION_BIAS: "block_sparse_moe.e_score_correction_bias"},
         rotates_a_share=True,
@@ -227,7 +252,7 @@ FAMILIES = {
             SIGMOID_EXPERTS,
             NO_BIASES,
             LATENT,
-            _FURTHER,
+            FURTHER,
         ),
         names=SIGMOID_NAMES,
         further=FURTHER_AS_LAYERS,

@@ -18,6 +18,9 @@ from trainer.hugging_face.stored import (
     read_folder,
 )
 
+QUANTISED = "quantization_config"
+SHARED = "tie_word_embeddings", "dtype", "torch_dtype", QUANTISED
+"""Entries of a model for text and images that hold for its model of text, too."""
 GENERATION_FILE = "generation_config.json"
 PEFT_FILE = "adapter_config.json"
 
@@ -81,7 +84,7 @@ class HFFolder:
         )
 
     @cached_property
-    def entries(self) -> Entries:
+    def whole_entries(self) -> Entries:
         """The entries of `config.json`; ConfigError if it is missing, or no table of JSON."""
         file = self.path / CONFIG_FILE
         try:
@@ -97,6 +100,20 @@ class HFFolder:
         if not isinstance(content, dict):
             raise ConfigError(f"{file} holds no table; copy it from the model again")
         return Entries(file, content)
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model of text is a part of a model that reads images, too."""
+        return bool(self.whole_entries.table("text_config").content)
+
+    @cached_property
+    def entries(self) -> Entries:
+        """The entries of the model of text: of the table `text_config` if the model reads images, too."""
+        if not self.reads_images:
+            return self.whole_entries
+        whole = self.whole_entries.content
+        shared = {key: whole[key] for key in SHARED if key in whole}
+        return Entries(self.whole_entries.file, {**whole["text_config"], **shared})
 
     @property
     def dtype(self) -> str | None:

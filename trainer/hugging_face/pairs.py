@@ -1,6 +1,6 @@
 """Pairs of tensors with the same values: a tensor of our model, and its counterpart in transformers. Torch-free."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
+LEFT_ASIDE = "model.visual."
+"""Name prefix of tensors that are not read of a folder whose model reads images, too."""
+_TEXT, _TEXT_INSIDE = "model.", "model.language_model."
+"""Name prefixes of the tensors of a model of text: in a folder of its own, and in a folder with `LEFT_ASIDE`."""
 
 
 def _unchanged(x: "torch.Tensor") -> "torch.Tensor":
@@ -38,6 +42,8 @@ class HFTensor:
     """Our first row in the tensor there, if it has the rows of several of our tensors, one after another."""
     all_rows: int = 0
     """Number of rows of the tensor there; 0: our number of rows."""
+    other_form: "HFTensor | None" = None
+    """How other folders of the same architecture store the tensor."""
 
     @property
     def same_layout(self) -> bool:
@@ -83,6 +89,27 @@ class HFModel:
     has_further: bool = False
     """Whether the model has layers for further tokens, which need not have a name there."""
 
+    def in_folder(self, names: Collection[str]) -> "HFModel":
+        """Return the model with the names and the forms that a folder has for its tensors.
+
+        Args:
+            names: Names of the tensors of the folder.
+        """
+        inside = self
+        if any(name.startswith(_TEXT_INSIDE) for name in names):
+            pairs = {ours: (x, _inside(hf)) for ours, (x, hf) in self.pairs.items()}
+            second_names = {
+                _inside_name(second): _inside_name(first)
+                for second, first in self.second_names.items()
+            }
+            unread = (*map(_inside_name, self.unread), LEFT_ASIDE)
+            inside = replace(self, pairs=pairs, second_names=second_names, unread=unread)
+        stored = {
+            ours: (x, other if (other := hf.other_form) and other.name in names else hf)
+            for ours, (x, hf) in inside.pairs.items()
+        }
+        return replace(inside, pairs=stored)
+
     def without_further(self) -> "HFModel":
         """Return the model without its tensors for further tokens."""
         pairs = {name: pair for name, pair in self.pairs.items() if name not in self.further}
@@ -95,6 +122,20 @@ class HFModel:
             for x, hf in self.pairs.values()
             for there, y in hf.tensors(x).items()
         }
+
+
+def _inside_name(name: str) -> str:
+    return f"{_TEXT_INSIDE}{name.removeprefix(_TEXT)}" if name.startswith(_TEXT) else name
+
+
+def _inside(hf: HFTensor) -> HFTensor:
+    """Return a tensor under the name that it has in a folder whose model reads images, too."""
+    return replace(
+        hf,
+        name=_inside_name(hf.name),
+        stacked=tuple(tuple(map(_inside_name, row)) for row in hf.stacked),
+        other_form=None if hf.other_form is None else _inside(hf.other_form),
+    )
 
 
 def check_shapes(file_shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.folder import HFFolder
-from trainer.hugging_face.pairs import HFModel, check_shapes
+from trainer.hugging_face.pairs import LEFT_ASIDE, HFModel, check_shapes
 from trainer.hugging_face.parts import FLOATS, dtype_of, read_part, read_rows, wider_types
 from trainer.hugging_face.quantised import BLOCKS, SCALES, dequantise, shapes_of, with_scales
 from trainer.hugging_face.stored import Stored
@@ -55,6 +55,9 @@ class HFReader(FileSystemReader):
             self._stored = with_scales(stored)
         except ConfigError as error:
             raise ConfigError(f"{folder.path}: {error}") from None
+        self.left_aside = sum(name.startswith(LEFT_ASIDE) for name in self._stored)
+        """Number of tensors of the folder that belong to the part that reads images."""
+        model = model.in_folder(self._stored)
         for name, first in model.second_names.items():
             if name in self._stored and first not in self._stored:
                 self._stored[first] = self._stored.pop(name)

@@ -23,7 +23,7 @@ from trainer.hugging_face.files import plan_files, unfinished_output
 from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.pairs import Shape
 from trainer.hugging_face.parts import DTYPES, FLOATS, read_part
-from trainer.hugging_face.stored import INDEX
+from trainer.hugging_face.stored import INDEX, Stored
 
 MOST_BYTES = 5 * 10**9
 """Bytes of the tensors of one file, as transformers has it."""
@@ -52,6 +52,7 @@ class NewFolder:
         other_types: Dtypes of other tensors, by name.
         most_bytes: See `plan_files`.
         stem: See `plan_files`.
+        copied: Tensors of another folder, by name, that `finish` copies behind the others.
 
     Raises:
         OSError: Nothing can be written.
@@ -66,9 +67,13 @@ class NewFolder:
         other_types: Mapping[str, torch.dtype] | None = None,
         most_bytes: float = MOST_BYTES,
         stem: str = "model",
+        copied: Mapping[str, Stored] | None = None,
     ) -> None:
         self._output = output
+        self._copied = copied or {}
+        shapes = {**shapes, **{name: x.shape for name, x in self._copied.items()}}
         self._dtypes = dict.fromkeys(shapes, dtype) | dict(other_types or {})
+        self._dtypes |= {name: DTYPES[x.dtype] for name, x in self._copied.items()}
         named = {name: _NAMES[self._dtypes[name]] for name in shapes}
         self._files, self._index = plan_files(shapes, named, most_bytes, stem)
         self._first = {file.tensors[0]: file for file in self._files}
@@ -111,6 +116,8 @@ class NewFolder:
         Raises:
             OSError: A file cannot be written.
         """
+        for name, stored in self._copied.items():
+            self.put(name, read_part(stored, [0] * len(stored.shape), stored.shape))
         self._close()
         if self._index:
             (self._unfinished / INDEX).write_text(self._index, "utf-8")
@@ -177,7 +184,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
     """
     there = HFFolder(source)
     tensors = there.tensors
-    entries = there.entries.content
+    entries = there.whole_entries.content
     if _EMBEDDING not in tensors:
         raise ConfigError(
             f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model"

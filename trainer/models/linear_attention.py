@@ -180,10 +180,9 @@ class GatedDeltaNet(LinearAttention):
 
     The rows of `in_qkvz` are, for each key head: its query, its key, and the values and gates of its value heads. The
     rows of `in_ba` are, for each key head, the inputs of `beta` and of the decays of its value heads. So tensor
-    parallelism divides both matrices by key heads.
+    parallelism divides both matrices by key heads. In Qwen3.5 each of these six parts has a matrix of its own, head
+    after head.
     """
-
-    divided = "in_qkvz", "in_ba", "q_conv", "k_conv", "v_conv", "decay.a_log", "decay.dt_bias"
 
     def add_own_parts(self, args: GatedDeltaArgs, norms: NormArgs) -> None:
         """Make the decays and the gated norm.
@@ -194,6 +193,9 @@ class GatedDeltaNet(LinearAttention):
         """
         self.decay = Decay(args.value_heads)
         self.norm = nn.RMSNorm(args.value_dim, eps=norms.eps)
+        matrices = [name for name in args.linear_shapes(1) if name != "wo"]
+        convolutions = [f"{part}_conv" for part in args.convolved()]
+        self.divided = (*matrices, *convolutions, "decay.a_log", "decay.dt_bias")
 
     def mixed(
         self, x: torch.Tensor, where: dict[str, Any], **adapter_inputs: torch.Tensor
@@ -206,29 +208,47 @@ class GatedDeltaNet(LinearAttention):
             **adapter_inputs: Passed to the linear modules.
         """
         args = self.args
-        shared = self.args.value_heads // self.args.key_heads
-        sizes = args.key_dim, args.key_dim, shared * args.value_dim, shared * args.value_dim
-        # -1: the key heads of this tensor-parallel rank
-        heads = self.in_qkvz(x, **adapter_inputs).unflatten(-1, (-1, sum(sizes)))
-        *qkv, z = (part.flatten(2) for part in heads.split(sizes, -1))
-        b, a = self.in_ba(x, **adapter_inputs).unflatten(-1, (-1, 2, shared)).unbind(-2)
+        *qkv, z, b, a = self._projected(x, **adapter_inputs)
         q, k, v = self.convolve(qkv, where)
         q, k = (_normalised(part.unflatten(-1, (-1, args.key_dim))) for part in (q, k))
         v, z = (part.unflatten(-1, (-1, args.value_dim)) for part in (v, z))
-        beta = b.flatten(2).sigmoid()
-        log_decay, _ = self.decay(a.flatten(2))
-        tokens = Tokens(q, k, v, log_decay, beta, where["positions"], args.key_dim**-0.5)
+        log_decay, _ = self.decay(a)
+        tokens = Tokens(q, k, v, log_decay, b.sigmoid(), where["positions"], args.key_dim**-0.5)
         out = self.inner_attention.run(tokens, where["plan"])
         return (self.norm(out) * F.silu(z)).flatten(2)
+
+    def _projected(
+        self, x: torch.Tensor, **adapter_inputs: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return queries, keys, values, gates, and the inputs of beta and of decays, (B, S, channels) each."""
+        if not self.args.by_head:
+            matrices = self.in_q, self.in_k, self.in_v, self.in_z, self.in_beta, self.in_decay
+            return [matrix(x, **adapter_inputs) for matrix in matrices]
+        sizes = self._rows_of_key_head()
+        # -1: the key heads of this tensor-parallel rank
+        heads = self.in_qkvz(x, **adapter_inputs).unflatten(-1, (-1, sum(sizes)))
+        shared = self.args.value_heads // self.args.key_heads
+        gates = self.in_ba(x, **adapter_inputs).unflatten(-1, (-1, 2, shared)).unbind(-2)
+        return [part.flatten(2) for part in (*heads.split(sizes, -1), *gates)]
+
+    def _rows_of_key_head(self) -> list[int]:
+        values = self.args.value_heads // self.args.key_heads * self.args.value_dim
+        return [self.args.key_dim, self.args.key_dim, values, values]
 
     def rows_of_heads(self) -> dict[str, list[int]]:
         """Return the numbers of rows that one head has in each parameter.
 
         A parameter with several matrices has one number for each of them.
         """
-        args = self.args
-        values = args.value_heads // args.key_heads * args.value_dim
-        return {"in_qkvz.weight": [args.key_dim, args.key_dim, values, values]}
+        if self.args.by_head:
+            return {"in_qkvz.weight": self._rows_of_key_head()}
+        keys, values = [self.args.key_dim], [self.args.value_dim]
+        return {
+            "in_q.weight": keys,
+            "in_k.weight": keys,
+            "in_v.weight": values,
+            "in_z.weight": values,
+        }
 
 
 class KimiDeltaAttention(LinearAttention):
