@@ -18,7 +18,7 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
-from trainer.families.mixers import LatentArgs
+from trainer.families.mixers import GlobalHeads, LatentArgs
 from trainer.families.registry import hf_config
 
 LLAMA = TransformerArgs(
@@ -48,6 +48,28 @@ _GEMMA = replace(
 _YARN = RopeScaling(4.0, original_max_seq_len=16, kind="yarn")
 _LONGROPE = RopeScaling(
     4.0, original_max_seq_len=16, kind="longrope", short_factors=(1.0, 1.1, 1.3), long_factors=(1.5, 2.0, 5.0)
+)
+_PROPORTIONAL = RopeScaling(1.0, kind="proportional", share=0.25)
+_LOCAL = LayerKind(rope_theta=10000.0)
+_GEMMA4 = replace(
+    LLAMA,
+    n_layers=4,
+    n_kv_heads=4,
+    tie_embeddings=True,
+    head_size=12,
+    global_heads=GlobalHeads(16, 2, keys_are_values=True),
+    norm_place="around",
+    activation="gelu_tanh",
+    embedding_scale=32**0.5,
+    attention_scale=1.0,
+    logits_softcap=3.0,
+    qk_norm=True,
+    value_norm=True,
+    layer_scalar=True,
+    rope_theta=1e6,
+    rope_scaling=_PROPORTIONAL,
+    sliding_window=5,
+    layers=(_LOCAL, LayerKind(window=False, global_heads=True)),
 )
 _WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
 _EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
@@ -123,6 +145,21 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             logits_softcap=None,
             attention_scale=None,
             layers=(LayerKind(rope_theta=10000.0), LayerKind(rope_theta=10000.0), LayerKind(window=False)),
+        ),
+    ),
+    "gemma4": ("gemma4", _GEMMA4),
+    "gemma4, biases, no windows": (
+        "gemma4",
+        replace(
+            _GEMMA4,
+            n_layers=2,
+            attention_bias=True,
+            output_bias=True,
+            sliding_window=None,
+            layers=(LayerKind(global_heads=True),),
+            global_heads=GlobalHeads(24, 2),
+            rope_scaling=replace(_PROPORTIONAL, factor=2.0, share=0.5),
+            logits_softcap=None,
         ),
     ),
     "mixtral": ("mixtral", _EXPERTS),
@@ -264,9 +301,12 @@ def hf_decoder(family: str, args: TransformerArgs) -> nn.Module:
     if args.experts is not None:
         model.set_experts_implementation("eager")  # the other ones know no float64
     generator = torch.Generator().manual_seed(1)
-    tensors = [*model.named_parameters(), *((n, x) for n, x in model.named_buffers() if "correction" in n)]
+    tensors = [
+        *model.named_parameters(),
+        *((n, x) for n, x in model.named_buffers() if "correction" in n or "scalar" in n),
+    ]
     for name, x in tensors:
-        one = 1.0 if "norm" in name and not args.norm_offset else 0.0
+        one = 1.0 if "scalar" in name or ("norm" in name and not args.norm_offset) else 0.0
         nn.init.normal_(x, one, 0.5 if x.ndim == 1 else 0.2, generator=generator)
     if family == "kimi_linear":
         model.save_pretrained = partial(_save_as_published, model.save_pretrained)

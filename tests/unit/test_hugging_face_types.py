@@ -45,8 +45,9 @@ def test_what_transformers_keeps_in_float32_is_written_so(family: str) -> None:
         wanted = {*strict, *(others if dtype == torch.float16 else ())}
         names = {name for name in model.shapes() if wanted & {*name.split(".")}}
         assert names or not wanted
-        biases = {name for name in model.shapes() if BIAS in name}  # also where transformers rounds them
-        assert kept_types(config, model, dtype) == dict.fromkeys(names | biases, torch.float32)
+        # also where transformers rounds them
+        buffers = {name for name in model.shapes() if name.endswith((BIAS, "layer_scalar"))}
+        assert kept_types(config, model, dtype) == dict.fromkeys(names | buffers, torch.float32)
 
 
 def mixed_folder(folder: Path, family: str = "minimax_m2", wide_names: tuple[str, ...] = ("norm", BIAS)) -> Path:

@@ -80,10 +80,10 @@ def hf_tensor(
     part = part.rpartition(".")[0]
     there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(layer, args.dim, part, table))
     mixer = layer.mixer
-    if part not in _ROTATED or not isinstance(mixer, AttentionArgs):
-        return there  # other mixers have adjacent pairs there, too
+    if part not in _ROTATED or not isinstance(mixer, AttentionArgs) or mixer.keys_are_values:
+        return there  # other mixers have adjacent pairs there, too, and keys that are values have halves here
     doubled = 2 if mixer.gate and part == "attention.wq" else 1
-    sizes = mixer.head_dim * doubled, args.rotary_dim
+    sizes = mixer.head_dim * doubled, args.rotary_sizes(mixer.rope_theta)[0]
     to_hf, from_hf = (partial(_swap, *sizes, order) for order in ((-1, 2), (2, -1)))
     return replace(there, to_hf=to_hf, from_hf=from_hf, moves_rows=True)
 

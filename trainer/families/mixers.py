@@ -86,6 +86,11 @@ class AttentionArgs:
     output_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normalised before the rotation (arXiv 2302.05442)."""
+    value_norm: bool = False
+    """Whether values are normalised, too, without weights."""
+    keys_are_values: bool = False
+    """Whether keys are also the values, before the norms and the rotation. Keys then rotate as halves, so that the
+    channels of values have the order of Hugging Face's files."""
     norm_all_heads: bool = False
     """Whether one norm covers the queries, or the keys, of all heads together."""
     gate: bool = False
@@ -115,10 +120,11 @@ class AttentionArgs:
             tp: Tensor-parallel degree.
         """
         queries, keys = (size // tp for size in self.sizes)
+        values = {} if self.keys_are_values else {"wv": (keys, dim)}
         return {
             "wq": (queries * (2 if self.gate else 1), dim),
             "wk": (keys, dim),
-            "wv": (keys, dim),
+            **values,
             "wo": (dim, queries),
         }
 
@@ -135,7 +141,7 @@ class AttentionArgs:
         """
         queries, keys = self.sizes
         normed = queries + keys if self.norm_all_heads else 2 * self.head_dim
-        biases = queries * (2 if self.gate else 1) + 2 * keys
+        biases = queries * (2 if self.gate else 1) + keys * (2 - self.keys_are_values)
         return (
             self.n_heads * self.sinks
             + normed * self.qk_norm
@@ -155,6 +161,16 @@ class AttentionArgs:
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the query heads and the key/value heads."""
         return {"attention heads": self.n_heads, "key/value heads": self.n_kv_heads}
+
+
+@dataclass(frozen=True)
+class GlobalHeads:
+    """Heads of the layers that see all earlier tokens, where they differ from the heads of other layers (Gemma 4)."""
+
+    head_dim: int
+    n_kv_heads: int
+    keys_are_values: bool = False
+    """Whether keys are also the values."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import ModelArgs, expert_layers, experts_of, rotary_tables
+from trainer.families.args import ModelArgs, expert_layers, experts_of, rotary_channels
 from trainer.job.lora import adapter_sizes, weight_shapes, whole_sizes
 from trainer.job.pipeline_stages import layers_of, layers_of_stages
 from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, size_words
@@ -91,8 +91,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         moments -= share(_by_module(dense)) + share(_by_module(expert_matrices), ranks)
     rows = training.seq_len // degrees.cp
     token_bytes = 2 * 8 * training.local_batch_size
-    table_dim = getattr(model, "table_dim", model.head_dim)
-    rotary_bytes = rotary_tables(model) * table_dim * max(stored, 4)
+    rotary_bytes = rotary_channels(model) * max(stored, 4)
     return RankMemory(
         weights=(local + added) * stored,
         gradients=trained * stored,

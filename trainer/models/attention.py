@@ -19,7 +19,7 @@ from trainer.families.mixers import AttentionArgs
 from trainer.models.cached import Cached
 from trainer.models.initialization import Branch
 from trainer.models.norms import NormOfHeads, build_rms_norm
-from trainer.models.rotary import apply_rope
+from trainer.models.rotary import apply_rope, apply_rope_to_halves
 from trainer.models.short_convolution import ShortConvolution
 from trainer.models.weights import Weights
 from trainer.parallel.tensor_parallel import (
@@ -179,13 +179,16 @@ class Attention(Branch):
         super().__init__()
         self.args = args
         self.head_dim = args.head_dim
+        if args.keys_are_values:
+            rotate = apply_rope_to_halves
         self.rotate = None if args.rope_theta == 0 else rotate
         self.branches = branches
         queries, keys = args.sizes
         self.wq = nn.Linear(dim, queries * (2 if args.gate else 1), bias=args.bias)
         self.wk = nn.Linear(dim, keys, bias=args.bias)
-        self.wv = nn.Linear(dim, keys, bias=args.bias)
+        self.wv = None if args.keys_are_values else nn.Linear(dim, keys, bias=args.bias)
         self.wo = nn.Linear(queries, dim, bias=args.output_bias)
+        self.eps = norms.eps
         self.q_norm = self.k_norm = None
         if args.norm_all_heads:
             self.q_norm = NormOfHeads(queries, eps=norms.eps)
@@ -216,7 +219,8 @@ class Attention(Branch):
             positions: (B, S), positions within packed documents, for the short convolution.
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
-        q, k, v = (w(x, **adapter_inputs) for w in (self.wq, self.wk, self.wv))
+        q, k = (w(x, **adapter_inputs) for w in (self.wq, self.wk))
+        v = k if self.wv is None else self.wv(x, **adapter_inputs)
         if self.args.gate:
             q, gate = (
                 part.flatten(-2) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
@@ -231,6 +235,8 @@ class Attention(Branch):
         if self.q_norm is not None and not self.args.norm_all_heads:
             q = self.q_norm(q)
             k = self.k_norm(k)
+        if self.args.value_norm:
+            v = F.rms_norm(v, (self.head_dim,), eps=self.eps)
         if self.rotate is not None:
             freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
             # one after the other, and under the same names: so the unrotated tensors are freed early
@@ -254,7 +260,8 @@ class Attention(Branch):
         """
         size = self.head_dim
         queries = [size, size] if self.args.gate else [size]
-        return {"wq.weight": queries, "wk.weight": [size], "wv.weight": [size]}
+        values = {} if self.wv is None else {"wv.weight": [size]}
+        return {"wq.weight": queries, "wk.weight": [size], **values}
 
     @property
     def queries(self) -> nn.Linear:
@@ -263,7 +270,7 @@ class Attention(Branch):
 
     def tensor_parallel_styles(self) -> Styles:
         """Return how tensor-parallel ranks divide the heads, by names of modules."""
-        styles = sequence_gathered("wq", "wk", "wv")
+        styles = sequence_gathered("wq", "wk", *(() if self.wv is None else ("wv",)))
         for name in ("sinks", "short_conv.q", "short_conv.k", "short_conv.v"):
             if getattr(self, name.partition(".")[0]) is not None:
                 styles[name] = LocalParameter()

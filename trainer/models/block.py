@@ -6,7 +6,7 @@ r"""The layers of a decoder: a mixer with its feed-forward network, and layers t
 Each norm is optional. A mixer is attention or linear attention.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -72,6 +72,7 @@ class TransformerBlock(nn.Module):
         self.has_experts = record.has_experts
         self.theta = record.mixer.rope_theta
         self.residual_scale = args.residual_scale
+        self.register_buffer("layer_scalar", torch.ones(1) if args.layer_scalar else None)
         self.tiles = 1
         """Parts of the sequence in which the norm, the feed-forward network and the residual sum are computed."""
 
@@ -93,6 +94,16 @@ class TransformerBlock(nn.Module):
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
         x = self.with_attention(x, freqs_cis, attention_plan, positions, **adapter_inputs)
+        x = self._with_network(x, positions, adapter_inputs)
+        return x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
+
+    def _with_network(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        adapter_inputs: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Add the output of the experts, or of the feed-forward network, to x, (B, S, dim)."""
         if self.has_experts:
             return self.with_experts(x, positions)
         # With sequence parallelism x has this rank's tokens, and the network sees all tokens: (B, S / tp, tp).

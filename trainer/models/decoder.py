@@ -24,9 +24,9 @@ from trainer.models.norms import build_norm
 from trainer.models.rotary import freqs_cis_at, rope_frequencies
 
 
-def _own(theta: float) -> str:
-    """Return the buffer name of the frequencies of layers that have their own base."""
-    return f"frequencies_of_{theta}".replace(".", "_")
+def _own(theta: float | None) -> str:
+    """Return the buffer name of the frequencies of layers with this base. None: the frequencies of the model."""
+    return "frequencies" if theta is None else f"frequencies_of_{theta}".replace(".", "_")
 
 
 class CappedOutput(nn.Linear):
@@ -82,12 +82,11 @@ class Transformer(nn.Module):
         self.output = kind(args.dim, args.vocab_size)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        pairs = args.table_dim // 2
         self.thetas = sorted(
             {theta for i in all_layers(args) if (theta := args.layer(i).mixer.rope_theta)}
         )
-        self.register_buffer("frequencies", torch.empty(pairs), persistent=False)
-        for theta in self.thetas:
+        for theta in (None, *self.thetas):
+            pairs = sum(args.rotary_sizes(theta)) // 2
             self.register_buffer(_own(theta), torch.empty(pairs), persistent=False)
         self.rotary_dtype = torch.float32
         self.by_length = False
@@ -169,12 +168,11 @@ class Transformer(nn.Module):
         kinds |= {theta: (self.get_buffer(_own(theta)), None) for theta in self.thetas}
         used = {layer.theta for layer in self.layers.values()}
         tables = {theta: kind for theta, kind in kinds.items() if theta in used}
-        options = {
-            "dtype": self.rotary_dtype,
-            "unrotated": self.args.table_dim - self.args.rotary_dim,
-        }
+        dtype = self.rotary_dtype
+        unrotated = {theta: self.args.rotary_sizes(theta)[1] for theta in tables}
         return {
-            theta: freqs_cis_at(positions, *kind, **options) for theta, kind in tables.items()
+            theta: freqs_cis_at(positions, *kind, dtype, unrotated=unrotated[theta])
+            for theta, kind in tables.items()
         }
 
     def init_buffers(self, device: torch.device) -> None:
@@ -185,13 +183,15 @@ class Transformer(nn.Module):
         """
         args = self.args
         self.rotary_dtype = wide_type(next(self.parameters()).dtype)
-        rotated = args.rotary_dim
-        unrotated = args.table_dim - args.rotary_dim
         self._set_frequencies(args.max_seq_len, device)
         for theta in self.thetas:
+            rotated, unrotated = args.rotary_sizes(theta)
             setattr(
                 self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device)
             )
+        for layer in self.layers.values():
+            if layer.layer_scalar is not None:
+                layer.layer_scalar = torch.ones(1, dtype=self.rotary_dtype, device=device)
         for router in routers_of([self]).values():
             router.init_buffers(device)
 
@@ -216,9 +216,9 @@ class Transformer(nn.Module):
 
     def _set_frequencies(self, longest: int, device: torch.device) -> None:
         args = self.args
-        unrotated = args.table_dim - args.rotary_dim
+        rotated, unrotated = args.rotary_sizes(None)
         frequencies = rope_frequencies(
-            args.rotary_dim, args.rope_theta, args.rope_scaling, unrotated, longest
+            rotated, args.rope_theta, args.rope_scaling, unrotated, longest
         )
         self.frequencies = frequencies.to(device)
 
