@@ -71,6 +71,14 @@ _GEMMA4 = replace(
     sliding_window=5,
     layers=(_LOCAL, LayerKind(window=False, global_heads=True)),
 )
+_SHARING = [replace(kind, shares_keys=True, ffn_factor=2) for kind in (_LOCAL, _GEMMA4.layers[1])]
+GEMMA4_SHARED = replace(
+    _GEMMA4,
+    n_layers=6,
+    global_heads=GlobalHeads(16, 2),
+    per_layer_dim=6,
+    layers=(_LOCAL, _GEMMA4.layers[1], _LOCAL, _SHARING[1], _SHARING[0], _SHARING[1]),
+)
 _WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
 _EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
 _SIGMOID = ExpertArgs(6, 2, 24, sigmoid=True)
@@ -148,6 +156,7 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
         ),
     ),
     "gemma4": ("gemma4", _GEMMA4),
+    "gemma4, shared keys, embeddings of layers": ("gemma4", GEMMA4_SHARED),
     "gemma4, biases, no windows": (
         "gemma4",
         replace(

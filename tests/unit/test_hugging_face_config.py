@@ -80,6 +80,7 @@ def test_what_a_file_lacks_is_what_transformers_assumes(family: str, key: str) -
     kind = type(AutoConfig.for_model(known.model_type))
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__
     sizes = SIZES | {key: value for key, value in EXPERTS.items() if hasattr(kind(), key)}
+    sizes |= {"vocab_size_per_layer_input": 50} if hasattr(kind(), "vocab_size_per_layer_input") else {}
     is_latent = hasattr(kind(), "kv_lora_rank")  # a latent is for as many heads as there are
     sizes |= {"num_key_value_heads": 16} if is_latent else {}
     wholly = kind(**sizes).to_dict() | {"architectures": [architecture]}

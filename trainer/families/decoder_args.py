@@ -21,6 +21,7 @@ from trainer.families.mixers import (
     LatentAttentionArgs,
     Mixer,
     Shapes,
+    SharedKeysArgs,
 )
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
@@ -76,6 +77,8 @@ class TransformerArgs:
     """Size of a head. None: `dim / n_heads`."""
     global_heads: GlobalHeads | None = None
     """Heads of the layers of kind `global_heads`. The rotary table of the model is then theirs."""
+    per_layer_dim: int = 0
+    """Channels of each layer's own embedding of tokens (Gemma 3n). 0: there is none."""
     layer_scalar: bool = False
     """Whether the output of each layer is multiplied by a number, a buffer."""
     value_norm: bool = False
@@ -194,7 +197,8 @@ class TransformerArgs:
 
     def module_names(self) -> tuple[str, ...]:
         """Return the modules in the order of the forward."""
-        return decoder_modules(self.n_layers, self.mtp_layers)
+        modules = decoder_modules(self.n_layers, self.mtp_layers)
+        return modules + ("layer_embeddings", "layer_projection") * (self.per_layer_dim > 0)
 
     def kind(self, number: int) -> LayerKind:
         """Return the kind of a layer. A layer for further tokens has the kind of the last layer with attention.
@@ -240,7 +244,8 @@ class TransformerArgs:
         heads = GlobalHeads(self.head_dim, self.n_kv_heads)
         if kind.global_heads:
             heads = self.global_heads
-        return AttentionArgs(
+        mixer = SharedKeysArgs if kind.shares_keys else AttentionArgs
+        return mixer(
             self.n_heads,
             heads.n_kv_heads,
             heads.head_dim,
@@ -267,7 +272,7 @@ class TransformerArgs:
         """
         if self.experts is not None and kind.experts:
             return self.experts
-        return DenseArgs(self.ffn_hidden_dim, self.activation)
+        return DenseArgs(self.ffn_hidden_dim * kind.ffn_factor, self.activation)
 
     def window_of_layer(self, layer: int) -> int | None:
         """Return how many tokens a token sees in this layer, itself included. None: all tokens before it.
@@ -288,7 +293,14 @@ class TransformerArgs:
             for number in all_layers(self)
             for name, shape in self.layer(number).linear_shapes(self.dim, tp).items()
         }
+        if channels := self.layer_channels:
+            shapes["layer_projection"] = channels, self.dim
         return shapes | {"output": (self.vocab_size // tp, self.dim)}
+
+    @property
+    def layer_channels(self) -> int:
+        """Channels of the embeddings of all layers together."""
+        return self.n_layers * self.per_layer_dim
 
     def n_params(self) -> int:
         """Return the number of parameters; a tied embedding counts once."""
@@ -297,6 +309,8 @@ class TransformerArgs:
         return (
             sum(layer.parameters(self.dim) for layer in self._all_layers())
             + norms * self.norms.parameters(self.dim)
+            + self.layer_channels * (self.vocab_size + self.dim)
+            + self.per_layer_dim
             + (matrix if self.tie_embeddings else 2 * matrix)
         )
 
@@ -314,6 +328,7 @@ class TransformerArgs:
             seq_len: Number of tokens of a sequence.
         """
         outputs = 6.0 * (1 + self.mtp_layers) * self.vocab_size * self.dim
+        outputs += 6.0 * self.layer_channels * self.dim
         full, causal = zip(
             *(layer.flops(self.dim, seq_len) for layer in self._all_layers()), strict=True
         )
@@ -336,7 +351,8 @@ class TransformerArgs:
 @cache
 def _layer(args: TransformerArgs, kind: LayerKind, predicts_further: bool) -> Layer:
     mixer, feed_forward = args.mixer_of(kind), args.feed_forward_of(kind)
-    return Layer(mixer, feed_forward, args.norms, predicts_further)
+    input_dim = 0 if predicts_further else args.per_layer_dim
+    return Layer(mixer, feed_forward, args.norms, predicts_further, input_dim)
 
 
 @cache

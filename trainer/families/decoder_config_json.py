@@ -79,13 +79,19 @@ class HFDecoder:
         return bool(self.further) and (several or args.mtp_layers == 1)
 
     def unread(self, args: TransformerArgs) -> tuple[str, ...]:
-        """Return name prefixes of tensors that are not read: layers for further tokens, or tensors that they share.
+        """Return name prefixes of tensors that are not read.
+
+        They belong to layers for further tokens, are shared by these, or are keys and values of layers that share them.
 
         Args:
             args: The arguments of the model.
         """
         if not self.further:
-            return ()
+            unused = ("k_proj.", "v_proj.", "k_norm.")
+            shared = [layer for layer, kind in enumerate(args.kinds) if kind.shares_keys]
+            return tuple(
+                f"model.layers.{n}.self_attn.{name}" for n in shared for name in unused
+            )
         first = args.n_layers
         read = args.mtp_layers if self._has_further(args) else 0
         if "{}" not in self.further[""]:
@@ -248,6 +254,8 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
             args.layer(i).mixer.rope_theta,
             args.experts is not None and args.kind(i).experts,
             args.kind(i).global_heads,
+            args.kind(i).shares_keys,
+            args.kind(i).ffn_factor,
         )
         for i in layers
     ]

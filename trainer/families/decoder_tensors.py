@@ -17,7 +17,14 @@ from trainer.hugging_face.pairs import HFTensor
 if TYPE_CHECKING:
     import torch
 
-_MODULES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layer_embeddings": "model.embed_tokens_per_layer",
+    "layer_projection": "model.per_layer_model_projection",
+    "layer_projection_norm": "model.per_layer_projection_norm",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
 _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 _FUSED = (
     ("attention.wq", "attention.wk", "attention.wv"),

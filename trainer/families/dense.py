@@ -133,14 +133,35 @@ def _read_gemma4(config: Entries) -> Fields:
     local = config.table("rope_parameters").table(SLIDING)
     local.only("rope_type", "default")
     theta = float(local.number("rope_theta", 10000.0))
+    first = _first_shared(config, kinds)
+    factor = 2 if config.switch("use_double_wide_mlp") else 1
     fields["layers"] |= {
         "rope_theta": [theta if kind == SLIDING else None for kind in kinds],
         "global_heads": [kind == FULL for kind in kinds],
+        "shares_keys": [i >= first for i in range(len(kinds))],
+        "ffn_factor": [factor if i >= first else 1 for i in range(len(kinds))],
     }
+    own = 0
+    if config.content.get("hidden_size_per_layer_input"):
+        own = config.whole("hidden_size_per_layer_input")
+        config.only("vocab_size_per_layer_input", config.whole("vocab_size"))
     return fields | {
+        "per_layer_dim": own,
         "embedding_scale": config.whole("hidden_size") ** 0.5,
         "global_heads": _read_global_heads(config, kinds),
     }
+
+
+def _first_shared(config: Entries, kinds: Sequence[str]) -> int:
+    """Return the first layer that shares the keys and values of an earlier layer; it and all later layers do."""
+    key = "num_kv_shared_layers"
+    shared = config.whole(key) if config.content.get(key) else 0
+    first = len(kinds) - shared
+    if first < 1 or {*kinds[:first]} != {*kinds}:
+        raise ConfigError(
+            f"{config.file}: {key} = {shared} must leave a layer of each kind with keys and values of its own"
+        )
+    return first
 
 
 def _read_global_heads(config: Entries, kinds: Sequence[str]) -> GlobalHeads:
@@ -175,6 +196,10 @@ def _write_gemma4(args: TransformerArgs) -> Fields:
     theta = local.pop() if local else 10000.0
     whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
     return write_windows(args, 512) | {
+        "num_kv_shared_layers": sum(kind.shares_keys for kind in kinds),
+        "use_double_wide_mlp": any(kind.ffn_factor > 1 for kind in kinds),
+        "hidden_size_per_layer_input": args.per_layer_dim,
+        "vocab_size_per_layer_input": args.vocab_size,
         "attention_k_eq_v": heads.keys_are_values,
         "global_head_dim": heads.head_dim,
         "num_global_key_value_heads": heads.n_kv_heads,
@@ -252,8 +277,6 @@ FAMILIES = {
         "Gemma4ForCausalLM",
         (
             only("use_bidirectional_attention", None, "vision"),
-            only("hidden_size_per_layer_input", 0, written=True),
-            only("num_kv_shared_layers", 0, written=True),
             only("enable_moe_block", False, written=True),
             BIASES,
             always(
@@ -271,7 +294,12 @@ FAMILIES = {
                 ("global_heads", "heads of layers without a window"),
             ),
         ),
-        names={"layer_scalar": "layer_scalar"},
+        names={
+            "layer_scalar": "layer_scalar",
+            "input_gate": "per_layer_input_gate",
+            "input_projection": "per_layer_projection",
+            "input_norm": "post_per_layer_input_norm",
+        },
         activation=_GELU,
         rope_types=("proportional",),
     ),

@@ -125,6 +125,10 @@ class LayerKind:
     """Base of its own frequencies, without scaling; None: frequencies and scaling of the model."""
     global_heads: bool = False
     """Whether it has the model's `global_heads`."""
+    shares_keys: bool = False
+    """Whether it has the keys and values of the last layer before it that has its own and the same kind of heads."""
+    ffn_factor: int = 1
+    """Factor of the inner channels of its feed-forward network."""
     experts: bool = True
     """Whether it has the model's experts, if there are any; False: a dense feed-forward network."""
 
@@ -141,6 +145,22 @@ def in_turns(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
         for n in turns
         if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
     )
+
+
+def key_sources(kinds: Sequence[LayerKind]) -> dict[int, int]:
+    """Return the layers that share keys and values -> the layer that computes them.
+
+    Args:
+        kinds: The kind of each layer.
+    """
+    own: dict[bool, int] = {}
+    sources = {}
+    for number, kind in enumerate(kinds):
+        if kind.shares_keys:
+            sources[number] = own[kind.global_heads]
+        else:
+            own[kind.global_heads] = number
+    return sources
 
 
 def with_windows(kinds: Sequence[LayerKind], every: int) -> tuple[LayerKind, ...]:

@@ -164,6 +164,30 @@ class AttentionArgs:
 
 
 @dataclass(frozen=True)
+class SharedKeysArgs(AttentionArgs):
+    """Attention to the keys and values of an earlier layer, with queries of its own (arXiv 2405.05254)."""
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
+        shapes = super().linear_shapes(dim, tp)
+        return {name: shapes[name] for name in ("wq", "wo")}
+
+    def vectors(self, dim: int) -> int:
+        """Return the number of parameters of sinks, norms and biases.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
+        biases = self.sizes[0] * self.bias + dim * self.output_bias
+        return self.n_heads * self.sinks + self.head_dim * self.qk_norm + biases
+
+
+@dataclass(frozen=True)
 class GlobalHeads:
     """Heads of the layers that see all earlier tokens, where they differ from the heads of other layers (Gemma 4)."""
 

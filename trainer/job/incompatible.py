@@ -48,6 +48,14 @@ def _compiles_varying_lengths(draft: Draft) -> bool:
     return traced and draft.degrees.tp > 1 and mtp_layers_of(draft.model) > 0
 
 
+def _links_layers(draft: Draft) -> bool:
+    """Return whether layers have inputs besides the output of the layer before."""
+    shares = any(kind.shares_keys for kind in getattr(draft.model, "layers", ()))
+    return shares or getattr(draft.model, "per_layer_dim", 0) > 0
+
+
+_LINKS = "layers"
+_WHAT = "layers of model.name = {config.model.name!r} share keys and values, or have embeddings of their own, which "
 _CHUNKS = "training.sequence_chunks"
 _EARLY = "training.early_update"
 _LOAD = "model.router_aux_loss_load"
@@ -59,12 +67,41 @@ _IN_USE: dict[str, Callable[[Draft], bool]] = {
     "training.balance": lambda d: d.config.training.balance == "step",
     _LOAD: lambda d: _has_experts(d) and d.config.model.router_aux_loss_load == "micro_batch",
     _EXPERTS: _has_experts,
+    _LINKS: _links_layers,
     "float8.enable": lambda d: d.config.float8.enable,
     "lora.rank": lambda d: d.config.lora.rank > 0,
     "lora.dropout": lambda d: d.config.lora.rank > 0 and d.config.lora.dropout > 0,
 }
 """The first keys of the rows, and whether a job uses them: else no row of a key holds."""
 INCOMPATIBLE = (
+    Pair(
+        _LINKS,
+        "parallelism.pipeline_parallel_degree",
+        lambda d: d.degrees.pp > 1,
+        _WHAT
+        + "parallelism.pipeline_parallel_degree = {degrees.pp} would not send between stages; use 1, with "
+        "context, tensor or data parallelism in its place",
+    ),
+    Pair(
+        _LINKS,
+        "activation_checkpoint.group",
+        lambda d: d.config.activation_checkpoint.group > 1,
+        _WHAT
+        + "activation_checkpoint.group = {config.activation_checkpoint.group} would not compute again; leave it "
+        "out",
+    ),
+    Pair(
+        _LINKS,
+        "model.mtp_layers",
+        lambda d: mtp_layers_of(d.model) > 0,
+        _WHAT + "layers for further tokens do not have; leave out model.mtp_layers",
+    ),
+    Pair(
+        _LINKS,
+        "model.short_conv_kernel",
+        lambda d: d.model.short_conv_kernel > 0,
+        _WHAT + "model.short_conv_kernel = {model.short_conv_kernel} is not for; leave it out",
+    ),
     Pair(
         "training.enable_cpu_offload",
         "parallelism.data_parallel_replicate_degree",

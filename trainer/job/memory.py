@@ -67,6 +67,9 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     sizes = _by_module({name: math.prod(shape) for name, shape in shapes.items()})
     if not model.tie_embeddings:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // degrees.tp
+    sizes["layer_embeddings"] = (
+        getattr(model, "layer_channels", 0) * model.vocab_size // degrees.tp
+    )
     shards = degrees.dp_shard * degrees.cp
 
     def share(sizes: dict[str, int], ranks: int = shards) -> int:
@@ -124,7 +127,7 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
         names |= {
             name.replace("wkv_a", "wkv_b"): (up,) for name in names if name.endswith(".wkv_a")
         }
-    layers = {name: size for name, size in names.items() if name.startswith("layers.")}
+    layers = {name: size for name, size in names.items() if name != "output"}
     return {
         name: math.prod(size)
         for name, size in layers.items()

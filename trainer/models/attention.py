@@ -1,6 +1,6 @@
 """Grouped-query attention. Context parallelism replaces its inner part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from longshard.context.execution.latent import expanded
 from longshard.context.planning.capabilities import FLASH2_BROKEN, INDEX_LIMIT, call_elements
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
-from trainer.families.mixers import AttentionArgs
+from trainer.families.mixers import AttentionArgs, SharedKeysArgs
 from trainer.models.cached import Cached
 from trainer.models.initialization import Branch
 from trainer.models.norms import NormOfHeads, build_rms_norm
@@ -200,6 +200,8 @@ class Attention(Branch):
         kernel = args.short_conv_kernel
         self.short_conv = ShortConvolution(queries, keys, kernel) if kernel else None
         self.inner_attention = InnerAttention(args.window, args.softcap)
+        self.gives_keys = False
+        """Whether later layers share the keys and values."""
 
     def forward(
         self,
@@ -209,8 +211,8 @@ class Attention(Branch):
         *,
         positions: torch.Tensor | None = None,
         **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the output, (B, S, dim).
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the output, (B, S, dim). If it gives its keys and values, they follow: (B, K, S, D) twice.
 
         Args:
             x: (B, S, dim).
@@ -249,9 +251,10 @@ class Attention(Branch):
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
         )
         out = out.transpose(1, 2).flatten(2)
-        return self.wo(
+        out = self.wo(
             out * gate.sigmoid() if self.args.gate else out, **adapter_inputs
         )  # (B, S, dim)
+        return (out, k, v) if self.gives_keys else out
 
     def rows_of_heads(self) -> dict[str, list[int]]:
         """Return the numbers of rows that one head has in each parameter.
@@ -260,8 +263,12 @@ class Attention(Branch):
         """
         size = self.head_dim
         queries = [size, size] if self.args.gate else [size]
-        values = {} if self.wv is None else {"wv.weight": [size]}
-        return {"wq.weight": queries, "wk.weight": [size], **values}
+        others = {f"{name}.weight": [size] for name in self._keys_and_values()}
+        return {"wq.weight": queries, **others}
+
+    def _keys_and_values(self) -> list[str]:
+        """Return the modules that make keys and values."""
+        return [name for name in ("wk", "wv") if getattr(self, name) is not None]
 
     @property
     def queries(self) -> nn.Linear:
@@ -270,7 +277,7 @@ class Attention(Branch):
 
     def tensor_parallel_styles(self) -> Styles:
         """Return how tensor-parallel ranks divide the heads, by names of modules."""
-        styles = sequence_gathered("wq", "wk", *(() if self.wv is None else ("wv",)))
+        styles = sequence_gathered("wq", *self._keys_and_values())
         for name in ("sinks", "short_conv.q", "short_conv.k", "short_conv.v"):
             if getattr(self, name.partition(".")[0]) is not None:
                 styles[name] = LocalParameter()
@@ -281,7 +288,8 @@ class Attention(Branch):
                 if self.args.norm_all_heads
                 else SequenceParallel(sequence_dim=2, use_local_output=True)
             )
-            styles |= {"q_norm": norm, "k_norm": norm}
+            styles |= {"q_norm": norm}
+            styles |= {} if self.k_norm is None else {"k_norm": norm}
         return styles
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
@@ -295,3 +303,50 @@ class Attention(Branch):
         if self.short_conv is not None and ranks > 1:
             styles["short_conv.inner_convolution"] = ContextParallelConvolution()
         return styles
+
+
+class SharedKeysAttention(Attention):
+    """Attention of queries to the keys and values of an earlier layer.
+
+    Args:
+        dim: As in `Attention`.
+        args: The record.
+        norms: As in `Attention`.
+        branches: As in `Attention`.
+    """
+
+    def __init__(
+        self, dim: int, args: SharedKeysArgs, norms: NormArgs, *, branches: int = 1
+    ) -> None:
+        super().__init__(dim, args, norms, branches=branches)
+        self.wk = self.wv = self.k_norm = None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor | None,
+        attention_plan: torch.Tensor | None = None,
+        *,
+        keys: Sequence[torch.Tensor],
+        positions: torch.Tensor | None = None,
+        **adapter_inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the output, (B, S, dim).
+
+        Args:
+            x: (B, S, dim).
+            freqs_cis: Rotary table. None if the layer rotates nothing.
+            attention_plan: Handle of the open plan. None without a plan.
+            keys: Rotated keys, and values, of the earlier layer, (B, K, S, D) each.
+            positions: Not used.
+            **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
+        """
+        q = self.wq(x, **adapter_inputs).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
+        q = q if self.q_norm is None else self.q_norm(q)
+        if self.rotate is not None:
+            q = self.rotate(q, freqs_cis.narrow(-3, 0, q.shape[1]))
+        sinks = self.sinks() if self.sinks is not None else None
+        out = self.inner_attention.run(
+            q.transpose(1, 2), *keys, scale=self.args.scale, sinks=sinks, plan=attention_plan
+        )
+        return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)

@@ -7,6 +7,7 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 """
 
 import math
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import partial
 
@@ -17,6 +18,7 @@ from longshard.context.live import own_positions, with_layer
 from longshard.sharding.tensors import wide_type
 from trainer.families.args import all_layers
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import key_sources
 from trainer.models.block import FurtherTokenLayer, TransformerBlock
 from trainer.models.initialization import fill
 from trainer.models.moe import routers_of
@@ -27,6 +29,11 @@ from trainer.models.rotary import freqs_cis_at, rope_frequencies
 def _own(theta: float | None) -> str:
     """Return the buffer name of the frequencies of layers with this base. None: the frequencies of the model."""
     return "frequencies" if theta is None else f"frequencies_of_{theta}".replace(".", "_")
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return x times a scale, which is rounded to the dtype of x: sqrt(3072) is 55.5 in bfloat16."""
+    return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
 
 class CappedOutput(nn.Linear):
@@ -70,6 +77,12 @@ class Transformer(nn.Module):
             for i in all_layers(args)
         }
         self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in kinds.items()})
+        self.layer_embeddings = self.layer_projection = self.layer_projection_norm = None
+        if args.per_layer_dim:
+            self.layer_embeddings = nn.Embedding(args.vocab_size, args.layer_channels)
+            self.layer_projection = nn.Linear(args.dim, args.layer_channels, bias=False)
+            self.layer_projection_norm = build_norm(args.norms, args.per_layer_dim)
+        self.key_sources = key_sources(args.kinds)
         self.norm = build_norm(args.norms, args.dim)
         further = all_layers(args)[args.n_layers :]
         self.mtp_norms = nn.ModuleDict({str(i): deepcopy(self.norm) for i in further})
@@ -118,12 +131,20 @@ class Transformer(nn.Module):
         x = x if self.tok_embeddings is None else self._embedded(x)
         if next_tokens is not None:
             x, *embedded = x.chunk(1 + next_tokens.shape[-1])
+        own_inputs = self._layer_inputs(tokens, x)
+        given: dict[int, Sequence[torch.Tensor]] = {}
 
         def through(number: str, x: torch.Tensor) -> torch.Tensor:
-            table = tables.get(self.layers[number].theta)
-            return self.layers[number](
-                x, table, with_layer(attention_plan, int(number)), positions, **adapter_inputs
-            )
+            block = self.layers[number]
+            layer = int(number)
+            own = {} if own_inputs is None else {"layer_input": own_inputs[:, :, layer]}
+            if (source := self.key_sources.get(layer)) is not None:
+                own["keys"] = given[source]
+            plan = with_layer(attention_plan, layer)
+            x = block(x, tables.get(block.theta), plan, positions, **own, **adapter_inputs)
+            if block.gives_keys:
+                x, *given[layer] = x
+            return x
 
         before_norm = [number for number in self.layers if int(number) < self.args.n_layers]
         for number in before_norm:
@@ -143,10 +164,22 @@ class Transformer(nn.Module):
         return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tok_embeddings(tokens)
-        scale = self.args.embedding_scale
-        # Round the scale to the dtype of embeddings: sqrt(3072) is 55.5 in bfloat16.
-        return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
+        return _scaled(self.tok_embeddings(tokens), self.args.embedding_scale)
+
+    def _layer_inputs(
+        self, tokens: torch.Tensor, embedded: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the own inputs of all layers, (B, S, layers, channels). None if layers have none.
+
+        Each is the mean of the layer's own embedding and of a projection of the token's embedding, times sqrt(2).
+        """
+        if self.layer_embeddings is None:
+            return None
+        each = self.args.n_layers, self.args.per_layer_dim
+        own = _scaled(self.layer_embeddings(tokens), self.args.per_layer_dim**0.5)
+        context = self.layer_projection(embedded) * self.args.dim**-0.5
+        context = self.layer_projection_norm(context.unflatten(-1, each))
+        return (context + own.unflatten(-1, each)) * 2**-0.5
 
     def _freqs_cis(
         self,
@@ -237,6 +270,8 @@ class Transformer(nn.Module):
         if name == "tok_embeddings.weight":
             scale = 0.02 if self.args.tie_embeddings else 1.0 / self.args.embedding_scale
             parameter.normal_(0.0, scale, generator=generator)
+        elif name == "layer_embeddings.weight":
+            parameter.normal_(0.0, self.args.per_layer_dim**-0.5, generator=generator)
         elif name == "output.weight":
             parameter.normal_(0.0, 1.0 / parameter.shape[1], generator=generator)
         else:
