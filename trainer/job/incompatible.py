@@ -54,7 +54,7 @@ def _links_layers(draft: Draft) -> bool:
     return shares or getattr(draft.model, "per_layer_dim", 0) > 0
 
 
-_LINKS = "layers"
+_LINKS = "model.flavor"
 _WHAT = "layers of model.name = {config.model.name!r} share keys and values, or have embeddings of their own, which "
 _CHUNKS = "training.sequence_chunks"
 _EARLY = "training.early_update"

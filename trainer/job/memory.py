@@ -67,9 +67,8 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     sizes = _by_module({name: math.prod(shape) for name, shape in shapes.items()})
     if not model.tie_embeddings:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // degrees.tp
-    sizes["layer_embeddings"] = (
-        getattr(model, "layer_channels", 0) * model.vocab_size // degrees.tp
-    )
+    channels = getattr(model, "layer_channels", 0)
+    sizes["layer_embeddings"] = channels * model.vocab_size // degrees.tp
     shards = degrees.dp_shard * degrees.cp
 
     def share(sizes: dict[str, int], ranks: int = shards) -> int:
@@ -94,12 +93,11 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         moments -= share(_by_module(dense)) + share(_by_module(expert_matrices), ranks)
     rows = training.seq_len // degrees.cp
     token_bytes = 2 * 8 * training.local_batch_size
-    rotary_bytes = rotary_channels(model) * max(stored, 4)
     return RankMemory(
         weights=(local + added) * stored,
         gradients=trained * stored,
         optimizer=moments * ITEMSIZE[job.config.state_dtype],
-        tables=rows * (rotary_bytes + token_bytes),
+        tables=rows * (rotary_channels(model) * max(stored, 4) + token_bytes),
     )
 
 

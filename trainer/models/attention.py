@@ -244,16 +244,14 @@ class Attention(Branch):
             # one after the other, and under the same names: so the unrotated tensors are freed early
             q = self.rotate(q, freqs_cis)
             k = self.rotate(k, freqs_cis)
-        # (B, H, S, D), (B, K, S, D) twice
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D)
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention.run(
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
         )
         out = out.transpose(1, 2).flatten(2)
-        out = self.wo(
-            out * gate.sigmoid() if self.args.gate else out, **adapter_inputs
-        )  # (B, S, dim)
+        out = out * gate.sigmoid() if self.args.gate else out
+        out = self.wo(out, **adapter_inputs)  # (B, S, dim)
         return (out, k, v) if self.gives_keys else out
 
     def rows_of_heads(self) -> dict[str, list[int]]:

@@ -7,9 +7,10 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -135,15 +136,12 @@ class Transformer(nn.Module):
         given: dict[int, Sequence[torch.Tensor]] = {}
 
         def through(number: str, x: torch.Tensor) -> torch.Tensor:
-            block = self.layers[number]
-            layer = int(number)
-            own = {} if own_inputs is None else {"layer_input": own_inputs[:, :, layer]}
-            if (source := self.key_sources.get(layer)) is not None:
-                own["keys"] = given[source]
-            plan = with_layer(attention_plan, layer)
-            x = block(x, tables.get(block.theta), plan, positions, **own, **adapter_inputs)
-            if block.gives_keys:
-                x, *given[layer] = x
+            own = self._inputs_of(int(number), own_inputs, given) | adapter_inputs
+            table = tables.get(self.layers[number].theta)
+            plan = with_layer(attention_plan, int(number))
+            x = self.layers[number](x, table, plan, positions, **own)
+            if self.layers[number].gives_keys:
+                x, *given[int(number)] = x
             return x
 
         before_norm = [number for number in self.layers if int(number) < self.args.n_layers]
@@ -155,16 +153,35 @@ class Transformer(nn.Module):
             return torch.cat([x, *embedded]) if embedded else x
         x = self.norm(x)
         if embedded:
-            hidden = [x]
-            further = list(self.layers)[len(before_norm) :]
-            for number, next_embedding in zip(further, embedded, strict=True):
-                x = through(number, torch.cat([next_embedding, hidden[-1]], -1))
-                hidden.append(self.mtp_norms[number](x))
-            x = torch.cat(hidden)
+            x = self._with_further(x, embedded, through)
         return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         return _scaled(self.tok_embeddings(tokens), self.args.embedding_scale)
+
+    def _with_further(
+        self,
+        x: torch.Tensor,
+        embedded: Sequence[torch.Tensor],
+        through: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Add the hidden states of further tokens to those of the next tokens: (B (1 + K), S, dim)."""
+        hidden = [x]
+        for number, next_embedding in zip(self.mtp_norms, embedded, strict=True):
+            x = through(number, torch.cat([next_embedding, hidden[-1]], -1))
+            hidden.append(self.mtp_norms[number](x))
+        return torch.cat(hidden)
+
+    def _inputs_of(
+        self,
+        layer: int,
+        own_inputs: torch.Tensor | None,
+        given: Mapping[int, Sequence[torch.Tensor]],
+    ) -> dict[str, Any]:
+        """Return what a layer gets besides the output of the layer before: its own input, and shared keys."""
+        own = {} if own_inputs is None else {"layer_input": own_inputs[:, :, layer]}
+        source = self.key_sources.get(layer)
+        return own if source is None else own | {"keys": given[source]}
 
     def _layer_inputs(
         self, tokens: torch.Tensor, embedded: torch.Tensor
