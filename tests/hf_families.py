@@ -156,8 +156,8 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
         ),
     ),
     "gemma4": ("gemma4", _GEMMA4),
-    "gemma4, shared keys, embeddings of layers": ("gemma4", GEMMA4_SHARED),
-    "gemma4, biases, no windows": (
+    "gemma4-shared": ("gemma4", GEMMA4_SHARED),
+    "gemma4-biased": (
         "gemma4",
         replace(
             _GEMMA4,

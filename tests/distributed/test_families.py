@@ -180,36 +180,3 @@ def test_a_layout_equals_one_process(pool: WorkerPool, family: str, layout: str)
         arguments = [*arguments, *([] if layout == "pp2" else [ep(2)])]
     got = pool.run(ranks, run_layout, [*model, *arguments])[0]
     assert_parity(got, reference(pool, *model), 1e-10)
-
-
-SHARED_LAYOUTS = {name: layout for name, layout in LAYOUTS.items() if name != "pp2"} | {
-    "cp2, exchanged keys are kept": (2, [*degrees(cp=2), A2A, "--parallelism.context_parallel_keep_exchanged"]),
-    "fsdp2, whole layers": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mode=full"]),
-    "fsdp2, each operator": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mode=selective"]),
-    "fsdp2, inputs on the host": (
-        2,
-        [*degrees(dp_shard=2), "--activation_checkpoint.mode=full", "--activation_checkpoint.offload=inputs"],
-    ),
-    "cp2, head_tail, ring": (
-        2,
-        [
-            *degrees(cp=2),
-            "--parallelism.context_parallel_method=ring",
-            "--parallelism.context_parallel_load_balancer=head_tail",
-        ],
-    ),
-}
-SHARED_QUICK = "cp2+tp2", "fsdp2, each operator"
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [*SHARED_QUICK, *slow(*(name for name in SHARED_LAYOUTS if name not in SHARED_QUICK))],
-)
-def test_shared_keys_and_embeddings_of_layers_are_as_on_one_process(pool: WorkerPool, layout: str) -> None:
-    """Gradients of keys and values come from several layers; packed documents, so that windows and positions count."""
-    ranks, arguments = SHARED_LAYOUTS[layout]
-    model = ["--model.name=gemma4", "--model.flavor=tiny_shared", "--training.dtype=float64"]
-    model += ["--training.attention_mask=document", "--training.steps=3"]
-    got = pool.run(ranks, run_layout, [*model, *arguments])[0]
-    assert_parity(got, reference(pool, *model), 1e-10)
