@@ -79,6 +79,10 @@ GEMMA4_SHARED = replace(
     per_layer_dim=6,
     layers=(_LOCAL, _GEMMA4.layers[1], _LOCAL, _SHARING[1], _SHARING[0], _SHARING[1]),
 )
+GEMMA4_EXPERTS = replace(
+    _GEMMA4,
+    experts=ExpertArgs(6, 2, 24, shared_dim=48, activation="gelu_tanh", beside_dense=True),
+)
 _WINDOWS = tuple(LayerKind(window=window) for window in (False, True, True))
 _EXPERTS = replace(LLAMA, ffn_hidden_dim=24, experts=ExpertArgs(6, 2, 24))
 _SIGMOID = ExpertArgs(6, 2, 24, sigmoid=True)
@@ -157,6 +161,7 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
     ),
     "gemma4": ("gemma4", _GEMMA4),
     "gemma4-shared": ("gemma4", GEMMA4_SHARED),
+    "gemma4-experts": ("gemma4", GEMMA4_EXPERTS),
     "gemma4-biased": (
         "gemma4",
         replace(
@@ -315,7 +320,7 @@ def hf_decoder(family: str, args: TransformerArgs) -> nn.Module:
         *((n, x) for n, x in model.named_buffers() if "correction" in n or "scalar" in n),
     ]
     for name, x in tensors:
-        one = 1.0 if "scalar" in name or ("norm" in name and not args.norm_offset) else 0.0
+        one = 1.0 if "scalar" in name or name.endswith("scale") or ("norm" in name and not args.norm_offset) else 0.0
         nn.init.normal_(x, one, 0.5 if x.ndim == 1 else 0.2, generator=generator)
     if family == "kimi_linear":
         model.save_pretrained = partial(_save_as_published, model.save_pretrained)

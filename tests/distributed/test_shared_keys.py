@@ -17,6 +17,7 @@ from longshard.context.live import own_positions
 from longshard.context.planning.mask import documents
 from tests.distributed.harness import assert_parity, run_layout
 from tests.distributed.pool import WorkerPool
+from tests.distributed.test_experts import ep
 from tests.distributed.test_families import A2A, LAYOUTS
 from tests.distributed.test_generation import GREEDY, PROMPTS, opened
 from tests.distributed.test_parity import degrees, reference
@@ -133,6 +134,23 @@ def test_shared_keys_and_embeddings_of_layers_are_as_on_one_process(pool: Worker
     """Gradients of keys and values come from several layers; packed documents, so that windows and positions count."""
     ranks, arguments = SHARED_LAYOUTS[layout]
     model = ["--model.name=gemma4", "--model.flavor=tiny_shared", "--training.dtype=float64"]
+    model += ["--training.attention_mask=document", "--training.steps=3"]
+    got = pool.run(ranks, run_layout, [*model, *arguments])[0]
+    assert_parity(got, reference(pool, *model), 1e-10)
+
+
+EXPERT_LAYOUTS = {
+    "fsdp2+ep2": (2, [*degrees(dp_shard=2), ep(2)]),
+    "cp2+tp2+ep2": (4, [*degrees(cp=2, tp=2), ep(2)]),
+    "fsdp2, in parts": (2, [*degrees(dp_shard=2), "--activation_checkpoint.mlp_chunk_tokens=5"]),
+    "fsdp2, compiled": (2, [*degrees(dp_shard=2), "--compile.enable", "--compile.backend=aot_eager"]),
+}
+
+
+@pytest.mark.parametrize("layout", ["cp2+tp2+ep2", *slow("fsdp2+ep2", "fsdp2, in parts", "fsdp2, compiled")])
+def test_experts_next_to_a_dense_network_are_as_on_one_process(pool: WorkerPool, layout: str) -> None:
+    ranks, arguments = EXPERT_LAYOUTS[layout]
+    model = ["--model.name=gemma4", "--model.flavor=tiny_experts", "--training.dtype=float64"]
     model += ["--training.attention_mask=document", "--training.steps=3"]
     got = pool.run(ranks, run_layout, [*model, *arguments])[0]
     assert_parity(got, reference(pool, *model), 1e-10)

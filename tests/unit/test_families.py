@@ -131,7 +131,7 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
         ),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block = True is not supported; it must be False"),
+        ("gemma4-experts", {"use_double_wide_mlp": True}, "use_double_wide_mlp = True is not supported; it must be"),
         ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 must leave a layer of each kind with keys"),
         ("gemma4", {"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config = {'1': {'head_dim': 16}} is not"),
         (

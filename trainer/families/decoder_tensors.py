@@ -51,9 +51,9 @@ def hf_tensor(
 ) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter. None for a buffer of routers without a counterpart.
 
-    In the name of experts, {} is the number of an expert, and several names divide its rows; without {}, one tensor has
-    all experts. Modules of one name have parts of one tensor. The two rows of a rotary pair are adjacent here, and half
-    of the rotated share of a head apart there.
+    In the name of experts, {} is the number of an expert, and several names divide its rows; without {}, it is the
+    whole name of one tensor with all experts. Modules of one name have parts of one tensor. The two rows of a rotary
+    pair are adjacent here, and half of the rotated share of a head apart there.
 
     Args:
         args: The arguments of the model.
@@ -74,9 +74,9 @@ def hf_tensor(
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
         return _gpt_oss_tensor(f"{prefix}mlp", part.removeprefix("feed_forward."))
     if part.startswith("feed_forward.experts."):
-        templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         if "{}" not in table[part]:
-            return HFTensor(templates[0])
+            return HFTensor(prefix + table[part])
+        templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         numbers = range(args.experts.number)
         return HFTensor(
             stacked=tuple(tuple(there.format(i) for there in templates) for i in numbers)

@@ -15,6 +15,7 @@ from trainer.families.config_parts import (
     full_every,
     number,
     only,
+    read_experts,
     read_layer_types,
     read_windows,
     windows,
@@ -145,7 +146,22 @@ def _read_gemma4(config: Entries) -> Fields:
     if config.content.get("hidden_size_per_layer_input"):
         own = config.whole("hidden_size_per_layer_input")
         config.only("vocab_size_per_layer_input", config.whole("vocab_size"))
+    experts = None
+    if config.switch("enable_moe_block"):
+        fields["layers"]["ffn_factor"] = [config.only("use_double_wide_mlp", False) + 1] * len(
+            kinds
+        )
+        per_token = {"num_experts_per_tok": config.whole("top_k_experts")}
+        experts = read_experts(
+            replace(config, content={**config.content, **per_token}),
+            "num_experts",
+            "moe_intermediate_size",
+            shared_dim=config.whole("intermediate_size"),
+            activation="gelu_tanh",
+            beside_dense=True,
+        )
     return fields | {
+        "experts": experts,
         "per_layer_dim": own,
         "embedding_scale": config.whole("hidden_size") ** 0.5,
         "global_heads": _read_global_heads(config, kinds),
@@ -195,7 +211,12 @@ def _write_gemma4(args: TransformerArgs) -> Fields:
     local = {kind.rope_theta for kind in kinds} - {None}
     theta = local.pop() if local else 10000.0
     whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
+    of = args.experts
     return write_windows(args, 512) | {
+        "enable_moe_block": of is not None,
+        "num_experts": of and of.number,
+        "top_k_experts": of and of.per_token,
+        "moe_intermediate_size": of and of.hidden_dim,
         "num_kv_shared_layers": sum(kind.shares_keys for kind in kinds),
         "use_double_wide_mlp": any(kind.ffn_factor > 1 for kind in kinds),
         "hidden_size_per_layer_input": args.per_layer_dim,
@@ -277,7 +298,6 @@ FAMILIES = {
         "Gemma4ForCausalLM",
         (
             only("use_bidirectional_attention", None, "vision"),
-            only("enable_moe_block", False, written=True),
             BIASES,
             always(
                 norm_place="around",
@@ -299,6 +319,17 @@ FAMILIES = {
             "input_gate": "per_layer_input_gate",
             "input_projection": "per_layer_projection",
             "input_norm": "post_per_layer_input_norm",
+            "feed_forward.router.gate": "router.proj",
+            "feed_forward.router.input_norm.weight": "router.scale",
+            "feed_forward.router.scales.weight": "router.per_expert_scale",
+            "feed_forward.norm_before": "pre_feedforward_layernorm_2",
+            "feed_forward.norm_after": "post_feedforward_layernorm_2",
+            "feed_forward.shared_norm": "post_feedforward_layernorm_1",
+            "feed_forward.experts.w13": "experts.gate_up_proj",
+            "feed_forward.experts.w2": "experts.down_proj",
+            "feed_forward.shared.w1": "mlp.gate_proj",
+            "feed_forward.shared.w2": "mlp.down_proj",
+            "feed_forward.shared.w3": "mlp.up_proj",
         },
         activation=_GELU,
         rope_types=("proportional",),

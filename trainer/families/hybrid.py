@@ -309,8 +309,8 @@ FAMILIES = {
         ),
         names={
             "feed_forward.router.gate": "block_sparse_moe.router.layer",
-            "feed_forward.experts.w13": "block_sparse_moe.input_linear",
-            "feed_forward.experts.w2": "block_sparse_moe.output_linear",
+            "feed_forward.experts.w13": "block_sparse_moe.input_linear.weight",
+            "feed_forward.experts.w2": "block_sparse_moe.output_linear.weight",
             **{f"feed_forward.{ours}": there for ours, there in _DENSE.items()},
             **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
         },

@@ -18,6 +18,7 @@ from trainer.families.layer_kinds import key_sources
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
 from trainer.families.mixers import AttentionArgs, LatentAttentionArgs, Mixer, SharedKeysArgs
 from trainer.models.attention import Attention, SharedKeysAttention
+from trainer.models.beside_dense import ExpertsBesideDense
 from trainer.models.feed_forward import FeedForward, gated
 from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
@@ -49,6 +50,10 @@ def build_feed_forward(args: TransformerArgs, feed_forward: FeedForwardArgs) -> 
         return FeedForward(args.dim, feed_forward, branches=branches)
     coefficient = args.router_aux_loss_coef / len(expert_layers(args))
     rates = {"aux_loss_coef": coefficient, "bias_update_rate": args.router_bias_update_rate}
+    if feed_forward.beside_dense:
+        return ExpertsBesideDense(
+            args.dim, feed_forward, args.norms, branches=branches, **rates
+        )
     return MoE(args.dim, feed_forward, branches=branches, **rates)
 
 
@@ -181,8 +186,10 @@ class TransformerBlock(nn.Module):
             (B, S, dim).
         """
         normed = x if self.ffn_norm is None else self.ffn_norm(x)
+        beside = {"residual": x} if isinstance(self.feed_forward, ExpertsBesideDense) else {}
         # positions tell the router which tokens are padding
-        return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)
+        out = self.feed_forward(normed, positions, **beside)
+        return self._with_branch(x, out, self.ffn_post_norm)
 
     def with_feed_forward(
         self, x: torch.Tensor, rows: torch.Tensor | None = None
