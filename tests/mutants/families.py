@@ -28,8 +28,8 @@ FAMILIES = (
     Mutant(
         "later layers give shared keys and values no gradient",
         "trainer/models/decoder.py",
-        'own | {"keys": given[source]}',
-        'own | {"keys": [x.detach() for x in given[source]]}',
+        'own | {"keys": keys_of[source]}',
+        'own | {"keys": [x.detach() for x in keys_of[source]]}',
         f"{_HERE}::test_gradients_are_those_of_transformers[gemma4-shared]",
     ),
     Mutant(

@@ -215,6 +215,14 @@ RULES = [
         4,
         ["tensor_parallel_degree = 4 must divide the 2 key/value heads"],
     ),
+    (
+        [
+            *("--model.name=gemma4", "--model.flavor=debugmodel_experts", "--compile.enable"),
+            "--parallelism.tensor_parallel_degree=2",
+        ],
+        2,
+        ["does not work with the experts of model.name = 'gemma4'", "compile.components = ['loss']"],
+    ),
     ([f"{CHUNKS}4", "--model.name=granitemoehybrid"], 1, ["sequence_chunks = 4", "layers of linear attention"]),
     (["--model.name=deepseek_v3", "--model.attention_sinks"], 1, ["model.attention_sinks = True", "latent attention"]),
     (

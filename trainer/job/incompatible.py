@@ -41,11 +41,16 @@ def _has_experts(draft: Draft) -> bool:
     return experts_of(draft.model) is not None
 
 
-def _compiles_varying_lengths(draft: Draft) -> bool:
-    """Return whether PyTorch 2.13's compiler would end in a RecursionError, in a layer for a further token."""
+def _compiles_shards(draft: Draft) -> bool:
+    """Return whether the compiler traces layers that tensor parallelism divides."""
     settings = draft.config.compile
     traced = settings.enable and "model" in settings.components and settings.backend != "eager"
-    return traced and draft.degrees.tp > 1 and mtp_layers_of(draft.model) > 0
+    return traced and draft.degrees.tp > 1
+
+
+def _compiles_varying_lengths(draft: Draft) -> bool:
+    """Return whether PyTorch 2.13's compiler would end in a RecursionError, in a layer for a further token."""
+    return _compiles_shards(draft) and mtp_layers_of(draft.model) > 0
 
 
 def _links_layers(draft: Draft) -> bool:
@@ -221,6 +226,15 @@ INCOMPATIBLE = (
         lambda d: d.config.activation_checkpoint.mode == "memory_budget",
         "activation_checkpoint.mode = 'memory_budget' does not work with the experts of model.name = "
         "{config.model.name!r}, which the compiler does not see; use the mode 'selective' or 'full'",
+    ),
+    Pair(
+        _EXPERTS,
+        "compile.components",
+        # PyTorch 2.13 ends in a TypeError of its symbolic sizes, in attention
+        lambda d: d.model.experts.beside_dense and _compiles_shards(d),
+        "compile.components = {config.compile.components} does not work with the experts of model.name = "
+        "{config.model.name!r} and parallelism.tensor_parallel_degree = {degrees.tp}, for whose heads of two sizes "
+        "PyTorch makes no graph; use degree 1, or compile the loss alone with compile.components = ['loss']",
     ),
     Pair(
         _EXPERTS,

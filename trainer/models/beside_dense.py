@@ -59,6 +59,9 @@ class ScaledRouter(Router):
         Args:
             x: (N, dim).
             real: (N,), bool, False for padding. None without padding.
+
+        Returns:
+            The experts of each token, (N, k), int64, and their weights, (N, k).
         """
         chosen, weights = super().forward(self.input_norm(x) * self.input_scale, real)
         return chosen, weights * self.scales()[chosen]

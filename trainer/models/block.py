@@ -116,13 +116,13 @@ class TransformerBlock(nn.Module):
         """
         shared = adapter_inputs if keys is None else {**adapter_inputs, "keys": keys}
         out = self.with_attention(x, freqs_cis, attention_plan, positions, **shared)
-        x, *given = out if self.gives_keys else (out,)
+        x, *own_keys = out if self.gives_keys else (out,)
         x = self._with_network(x, positions, adapter_inputs)
         if layer_input is not None:
             own = gated(self.activation, self.input_gate(x), layer_input)
             x = self._with_branch(x, self.input_projection(own), self.input_norm)
         x = x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
-        return (x, *given) if given else x
+        return (x, *own_keys) if own_keys else x
 
     def _with_network(
         self,
@@ -171,9 +171,9 @@ class TransformerBlock(nn.Module):
         out = self.attention(
             normed, freqs_cis, attention_plan, positions=positions, **adapter_inputs
         )
-        out, *given = out if self.gives_keys else (out,)
+        out, *own_keys = out if self.gives_keys else (out,)
         x = self._with_branch(x, out, self.attention_post_norm)
-        return (x, *given) if given else x
+        return (x, *own_keys) if own_keys else x
 
     def with_experts(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Add the output of the experts to x. It is not compiled: only the routing knows the numbers of rows.

@@ -133,15 +133,15 @@ class Transformer(nn.Module):
         if next_tokens is not None:
             x, *embedded = x.chunk(1 + next_tokens.shape[-1])
         own_inputs = self._layer_inputs(tokens, x)
-        given: dict[int, Sequence[torch.Tensor]] = {}
+        keys_of: dict[int, Sequence[torch.Tensor]] = {}
 
         def through(number: str, x: torch.Tensor) -> torch.Tensor:
-            own = self._inputs_of(int(number), own_inputs, given) | adapter_inputs
+            own = self._inputs_of(int(number), own_inputs, keys_of) | adapter_inputs
             table = tables.get(self.layers[number].theta)
             plan = with_layer(attention_plan, int(number))
             x = self.layers[number](x, table, plan, positions, **own)
             if self.layers[number].gives_keys:
-                x, *given[int(number)] = x
+                x, *keys_of[int(number)] = x
             return x
 
         before_norm = [number for number in self.layers if int(number) < self.args.n_layers]
@@ -165,7 +165,7 @@ class Transformer(nn.Module):
         embedded: Sequence[torch.Tensor],
         through: Callable[[str, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Add the hidden states of further tokens to those of the next tokens: (B (1 + K), S, dim)."""
+        """Return x, and after it the hidden states of further tokens: (B (1 + K), S, dim)."""
         hidden = [x]
         for number, next_embedding in zip(self.mtp_norms, embedded, strict=True):
             x = through(number, torch.cat([next_embedding, hidden[-1]], -1))
@@ -176,12 +176,12 @@ class Transformer(nn.Module):
         self,
         layer: int,
         own_inputs: torch.Tensor | None,
-        given: Mapping[int, Sequence[torch.Tensor]],
+        keys_of: Mapping[int, Sequence[torch.Tensor]],
     ) -> dict[str, Any]:
         """Return what a layer gets besides the output of the layer before: its own input, and shared keys."""
         own = {} if own_inputs is None else {"layer_input": own_inputs[:, :, layer]}
         source = self.key_sources.get(layer)
-        return own if source is None else own | {"keys": given[source]}
+        return own if source is None else own | {"keys": keys_of[source]}
 
     def _layer_inputs(
         self, tokens: torch.Tensor, embedded: torch.Tensor
