@@ -75,6 +75,20 @@ FAMILIES = (
         f"{_LOGITS}[gemma4]",
     ),
     Mutant(
+        "a router next to a dense network sees the input of the network",
+        "trainer/models/beside_dense.py",
+        "self.router(residual.flatten(0, 1), real)",
+        "self.router(x.flatten(0, 1), real)",
+        f"{_LOGITS}[gemma4-experts]",
+    ),
+    Mutant(
+        "the weights of experts have no factor",
+        "trainer/models/beside_dense.py",
+        "weights * self.scales()[chosen]",
+        "weights",
+        f"{_LOGITS}[gemma4-experts]",
+    ),
+    Mutant(
         "the weights of a layer's own input have the gradient of one rank's tokens",
         "trainer/models/block.py",
         'tokens_divided(("input_gate", "input_projection", "input_norm"))',
