@@ -23,9 +23,10 @@ from tests.hf_shapes import WINDOWS as _WINDOWS
 from tests.hf_shapes import YARN as _YARN
 from tests.hf_shapes import YARN_V3 as _YARN_V3
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
-from trainer.families.mixers import LatentArgs
+from trainer.families.mixers import GlobalHeads, LatentArgs
 from trainer.families.registry import hf_config
 
 _OLMO = replace(LLAMA, norm_place="after", qk_norm=True, qk_norm_of_all_heads=True)
@@ -43,6 +44,40 @@ _GEMMA = replace(
 )
 _LONGROPE = RopeScaling(
     4.0, original_max_seq_len=16, kind="longrope", short_factors=(1.0, 1.1, 1.3), long_factors=(1.5, 2.0, 5.0)
+)
+_PROPORTIONAL = RopeScaling(1.0, kind="proportional", share=0.25)
+_LOCAL = LayerKind(rope_theta=10000.0)
+_GEMMA4 = replace(
+    LLAMA,
+    n_layers=4,
+    n_kv_heads=4,
+    tie_embeddings=True,
+    head_size=12,
+    global_heads=GlobalHeads(16, 2, keys_are_values=True),
+    norm_place="around",
+    activation="gelu_tanh",
+    embedding_scale=32**0.5,
+    attention_scale=1.0,
+    logits_softcap=3.0,
+    qk_norm=True,
+    value_norm=True,
+    layer_scalar=True,
+    rope_theta=1e6,
+    rope_scaling=_PROPORTIONAL,
+    sliding_window=5,
+    layers=(_LOCAL, LayerKind(window=False, global_heads=True)),
+)
+_SHARING = [replace(kind, shares_keys=True, ffn_factor=2) for kind in (_LOCAL, _GEMMA4.layers[1])]
+GEMMA4_SHARED = replace(
+    _GEMMA4,
+    n_layers=6,
+    global_heads=GlobalHeads(16, 2),
+    per_layer_dim=6,
+    layers=(_LOCAL, _GEMMA4.layers[1], _LOCAL, _SHARING[1], _SHARING[0], _SHARING[1]),
+)
+GEMMA4_EXPERTS = replace(
+    _GEMMA4,
+    experts=ExpertArgs(6, 2, 24, shared_dim=48, activation="gelu_tanh", beside_dense=True),
 )
 MODELS: dict[str, tuple[str, TransformerArgs]] = {
     "qwen3, windows from a layer on": ("qwen3", replace(LLAMA, qk_norm=True, sliding_window=5, layers=_WINDOWS)),
@@ -114,6 +149,23 @@ MODELS: dict[str, tuple[str, TransformerArgs]] = {
             logits_softcap=None,
             attention_scale=None,
             layers=(LayerKind(rope_theta=10000.0), LayerKind(rope_theta=10000.0), LayerKind(window=False)),
+        ),
+    ),
+    "gemma4": ("gemma4", _GEMMA4),
+    "gemma4-shared": ("gemma4", GEMMA4_SHARED),
+    "gemma4-experts": ("gemma4", GEMMA4_EXPERTS),
+    "gemma4-biased": (
+        "gemma4",
+        replace(
+            _GEMMA4,
+            n_layers=2,
+            attention_bias=True,
+            output_bias=True,
+            sliding_window=None,
+            layers=(LayerKind(global_heads=True),),
+            global_heads=GlobalHeads(24, 2),
+            rope_scaling=replace(_PROPORTIONAL, factor=2.0, share=0.5),
+            logits_softcap=None,
         ),
     ),
     "mixtral": ("mixtral", _EXPERTS),
@@ -286,9 +338,12 @@ def hf_decoder(family: str, args: TransformerArgs) -> nn.Module:
     if args.experts is not None:
         model.set_experts_implementation("eager")  # the other ones know no float64
     generator = torch.Generator().manual_seed(1)
-    tensors = [*model.named_parameters(), *((n, x) for n, x in model.named_buffers() if "correction" in n)]
+    tensors = [
+        *model.named_parameters(),
+        *((n, x) for n, x in model.named_buffers() if "correction" in n or "scalar" in n),
+    ]
     for name, x in tensors:
-        one = 1.0 if "norm" in name and not args.norm_offset else 0.0
+        one = 1.0 if "scalar" in name or name.endswith("scale") or ("norm" in name and not args.norm_offset) else 0.0
         nn.init.normal_(x, one, 0.5 if x.ndim == 1 else 0.2, generator=generator)
     if family == "kimi_linear":
         model.save_pretrained = partial(_save_as_published, model.save_pretrained)

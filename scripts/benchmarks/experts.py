@@ -94,7 +94,7 @@ class Layer:
             return self.moe(self.x.unsqueeze(0))
 
         def sums(*rows: torch.Tensor, **sizes: object) -> torch.Tensor:
-            return expert_sums(*rows, self.weights, clamped=False, **sizes)
+            return expert_sums(*rows, self.weights, **sizes)
 
         chosen, weights = self.moe.router(self.x)
         return dispatched_sums(self.x, chosen, weights, sums, self._plan(chosen))[0]

@@ -25,7 +25,7 @@ from longshard.context.attention import ContextParallelAttention
 from longshard.context.convolution import ContextParallelConvolution
 from longshard.context.live import own_positions
 from longshard.context.planning.options import BatchPlan
-from tests.hf_families import MODELS
+from tests.hf_families import GEMMA4_EXPERTS, GEMMA4_SHARED, MODELS
 from trainer.config.data import CONVERSATIONS
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
@@ -80,6 +80,10 @@ FAMILY_FLAVORS |= {
     family: {"tiny": replace(args, dim=64, n_heads=16, n_kv_heads=8, head_size=8, tie_embeddings=False)}
     for family, args in reversed(list(MODELS.values()))
     if family not in FAMILY_FLAVORS
+}
+FAMILY_FLAVORS["gemma4"] |= {
+    name: replace(args, dim=64, n_heads=16, n_kv_heads=8, head_size=8)
+    for name, args in (("tiny_shared", GEMMA4_SHARED), ("tiny_experts", GEMMA4_EXPERTS))
 }
 
 # Small enough to be quick, odd enough to be strict; a case's own arguments come after.

@@ -559,8 +559,8 @@ CONVOLUTIONS = (
     Mutant(
         "layers are not told where documents begin",
         "trainer/models/decoder.py",
-        "with_layer(attention_plan, int(number)), positions,",
-        "with_layer(attention_plan, int(number)), None,",
+        "self.layers[number](x, table, plan, positions, **own)",
+        "self.layers[number](x, table, plan, None, **own)",
         "tests/unit/test_short_convolution.py",
     ),
 )

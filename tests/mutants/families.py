@@ -7,7 +7,94 @@ _LOGITS, _LAYOUTS = f"{_HERE}::test_logits_are_those_of_transformers", f"{_HERE}
 _TYPES = "tests/unit/test_hugging_face_types.py"
 _THERE_AND_BACK = f"{_WEIGHTS}::test_a_model_goes_there_and_back_bit_for_bit"
 
+_SHARED = "tests/distributed/test_shared_keys.py"
+_GEMMA4_SHARED = f"{_LOGITS}[gemma4-shared]"
+
 FAMILIES = (
+    Mutant(
+        "a layer has the keys of the first layer of its kind",
+        "trainer/families/layer_kinds.py",
+        "own[kind.global_heads] = number",
+        "own.setdefault(kind.global_heads, number)",
+        _GEMMA4_SHARED,
+    ),
+    Mutant(
+        "layers share the keys and values of another kind of heads",
+        "trainer/families/layer_kinds.py",
+        "sources[number] = own[kind.global_heads]",
+        "sources[number] = own[False]",
+        _GEMMA4_SHARED,
+    ),
+    Mutant(
+        "later layers give shared keys and values no gradient",
+        "trainer/models/decoder.py",
+        'own | {"keys": keys_of[source]}',
+        'own | {"keys": [x.detach() for x in keys_of[source]]}',
+        f"{_HERE}::test_gradients_are_those_of_transformers[gemma4-shared]",
+    ),
+    Mutant(
+        "each layer has the embedding of the next layer",
+        "trainer/models/decoder.py",
+        "own_inputs[:, :, layer]",
+        "own_inputs[:, :, layer - 1]",
+        _GEMMA4_SHARED,
+    ),
+    Mutant(
+        "the embeddings of layers are not scaled",
+        "trainer/models/decoder.py",
+        "_scaled(self.layer_embeddings(tokens), self.args.per_layer_dim**0.5)",
+        "self.layer_embeddings(tokens)",
+        _GEMMA4_SHARED,
+    ),
+    Mutant(
+        "values that are keys are taken after the norm of keys",
+        "trainer/models/attention.py",
+        "v = F.rms_norm(v, (self.head_dim,), eps=self.eps)",
+        "v = k if self.wv is None else F.rms_norm(v, (self.head_dim,), eps=self.eps)",
+        f"{_LOGITS}[gemma4]",
+    ),
+    Mutant(
+        "keys that are values rotate as adjacent pairs",
+        "trainer/models/attention.py",
+        "rotate = apply_rope_to_halves",
+        "rotate = apply_rope",
+        f"{_LOGITS}[gemma4]",
+    ),
+    Mutant(
+        "proportional rotary positions rotate every pair",
+        "trainer/models/rotary.py",
+        "frequencies[int(scaling.share * head_dim // 2) :] = 0.0",
+        "frequencies[head_dim:] = 0.0",
+        f"{_LOGITS}[gemma4]",
+    ),
+    Mutant(
+        "the number of a layer is not applied",
+        "trainer/models/block.py",
+        "x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)",
+        "x",
+        f"{_LOGITS}[gemma4]",
+    ),
+    Mutant(
+        "a router next to a dense network sees the input of the network",
+        "trainer/models/beside_dense.py",
+        "self.router(residual.flatten(0, 1), real)",
+        "self.router(x.flatten(0, 1), real)",
+        f"{_LOGITS}[gemma4-experts]",
+    ),
+    Mutant(
+        "the weights of experts have no factor",
+        "trainer/models/beside_dense.py",
+        "weights * self.scales()[chosen]",
+        "weights",
+        f"{_LOGITS}[gemma4-experts]",
+    ),
+    Mutant(
+        "the weights of a layer's own input have the gradient of one rank's tokens",
+        "trainer/models/block.py",
+        'tokens_divided(("input_gate", "input_projection", "input_norm"))',
+        "{}",
+        f"{_SHARED}::test_shared_keys_and_embeddings_of_layers_are_as_on_one_process[cp2+tp2]",
+    ),
     Mutant(
         "the mean square of a norm over all heads is that of a rank's heads",
         "trainer/models/norms.py",

@@ -9,6 +9,7 @@ HOST, FREE = "--training.enable_cpu_offload", "--training.max_norm=inf"
 EARLY = "--training.early_update"
 RECOMPUTED, PARTS = ["--activation_checkpoint.mode=full"], ["--activation_checkpoint.mlp_chunk_tokens=64"]
 # arguments, ranks, what the message says
+SHARED = "--model.name=gemma4", "--model.flavor=debugmodel_shared"
 RULES = [
     (
         [f"{CHUNKS}2", "--model.short_conv_kernel=4"],
@@ -191,6 +192,36 @@ RULES = [
         [f"{CHUNKS}4", "--parallelism.pipeline_parallel_degree=2"],
         2,
         ["sequence_chunks = 4 with parallelism.pipeline_parallel_degree = 2", "FSDP, HSDP or TP"],
+    ),
+    (
+        [*SHARED, "--parallelism.pipeline_parallel_degree=2"],
+        2,
+        ["share keys and values", "pipeline_parallel_degree = 2 would not send between stages"],
+    ),
+    (
+        [*SHARED, "--activation_checkpoint.mode=full", "--activation_checkpoint.group=2"],
+        1,
+        ["share keys and values", "activation_checkpoint.group = 2 would not compute again"],
+    ),
+    ([*SHARED, "--model.mtp_layers=1"], 1, ["share keys and values", "leave out model.mtp_layers"]),
+    ([*SHARED, "--model.short_conv_kernel=4"], 1, ["share keys and values", "model.short_conv_kernel = 4 is not for"]),
+    (
+        ["--model.name=gemma4", "--model.rope_scaling=2", "--model.rope_scaling_type=yarn"],
+        1,
+        ["model.rope_scaling_type = 'yarn' is not for proportional rotary positions"],
+    ),
+    (
+        ["--model.name=gemma4", "--parallelism.tensor_parallel_degree=4"],
+        4,
+        ["tensor_parallel_degree = 4 must divide the 2 key/value heads"],
+    ),
+    (
+        [
+            *("--model.name=gemma4", "--model.flavor=debugmodel_experts", "--compile.enable"),
+            "--parallelism.tensor_parallel_degree=2",
+        ],
+        2,
+        ["does not work with the experts of model.name = 'gemma4'", "compile.components = ['loss']"],
     ),
     ([f"{CHUNKS}4", "--model.name=granitemoehybrid"], 1, ["sequence_chunks = 4", "layers of linear attention"]),
     (["--model.name=deepseek_v3", "--model.attention_sinks"], 1, ["model.attention_sinks = True", "latent attention"]),

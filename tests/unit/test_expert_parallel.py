@@ -11,7 +11,7 @@ from longshard.sharding import exchange
 from tests.thread_ranks import ThreadMesh, run_ranks
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.job.experts import dispatch_bytes, ranks_of_a_token
-from trainer.models.experts import ExpertWeights, expert_sums
+from trainer.models.experts import CLAMPED, ExpertWeights, expert_sums
 from trainer.parallel import expert_parallel
 from trainer.parallel.expert_parallel import ROUTING, dispatched_sums
 
@@ -55,7 +55,7 @@ def rank_gradients(rank: int, mesh: ThreadMesh, routing: str) -> list[torch.Tens
 
     def run(x: torch.Tensor, weights: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
         def sums(*args, **sizes) -> torch.Tensor:
-            return expert_sums(*args, experts, clamped=True, scale=SCALE, **sizes)
+            return expert_sums(*args, experts, activation=CLAMPED, scale=SCALE, **sizes)
 
         plan = ROUTING.plan(chosen, len(experts.w13), mesh.get_group())
         return dispatched_sums(x, chosen, weights, sums, plan)[0]
@@ -67,7 +67,7 @@ def errors(routing: str, ranks: int = RANKS) -> list[float]:
     """Return relative errors of the outputs, and of the gradients of tokens, weights and experts."""
     (x, chosen, weights, cotangent), experts, _ = problem(routing)
     wanted = gradients(
-        lambda x, w, e: expert_sums(x, chosen, w, e, clamped=True, scale=SCALE), x, weights, experts, cotangent
+        lambda x, w, e: expert_sums(x, chosen, w, e, activation=CLAMPED, scale=SCALE), x, weights, experts, cotangent
     )
     got = [torch.cat(parts) for parts in zip(*run_ranks(ranks, rank_gradients, routing), strict=True)]
     assert [a.shape for a in got] == [b.shape for b in wanted]

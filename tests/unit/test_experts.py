@@ -13,7 +13,7 @@ from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.registry import MODELS
 from trainer.models import experts as experts_module
 from trainer.models import moe
-from trainer.models.experts import Experts
+from trainer.models.experts import CLAMPED, Experts
 from trainer.models.model_spec import model_spec
 from trainer.models.moe import MoE, Router
 from trainer.transforms.lora import apply_lora
@@ -37,7 +37,7 @@ def token_by_token(module: Experts, x: torch.Tensor, chosen: torch.Tensor, weigh
         for e, share in zip(numbers, shares, strict=True):
             hidden = module.w13[e] @ row + (0 if module.b13 is None else module.b13[e])
             gate, up = hidden.chunk(2)
-            if module.clamped:
+            if module.activation == CLAMPED:
                 gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
                 hidden = (up + 1) * gate * torch.sigmoid(1.702 * gate)
             else:

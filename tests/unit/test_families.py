@@ -21,6 +21,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path
 from trainer.families.layer_kinds import LayerKind
+from trainer.families.mixers import GlobalHeads
 from trainer.families.registry import MODELS as FAMILIES
 from trainer.families.registry import hf_config, hf_families
 from trainer.hugging_face.config_json import Entries
@@ -41,7 +42,8 @@ pytestmark = pytest.mark.about(
 )
 
 _OLD = {"rope_theta", "rope_scaling", "num_experts", "partial_rotary_factor"}
-"""Names of before transformers 5."""
+_OLD |= {"global_head_dim", "num_global_key_value_heads"}
+"""Names of before transformers 5, and of published files of Gemma 4."""
 
 
 def saved(folder: Path, name: str) -> Path:
@@ -57,7 +59,7 @@ def test_a_model_goes_there_and_back_bit_for_bit(tmp_path: Path, name: str) -> N
     assert hf_config(family).read(there) == args
     written = {key: value for key, value in hf_config(family).write(args).items() if key not in _OLD}
     unused = {"sliding_window"} if there.content.get("use_sliding_window") is False else set()
-    as_published = (hf_config(family).write(args)["rope_scaling"] or {}).get("type")  # transformers fills its table
+    as_published = (hf_config(family).write(args).get("rope_scaling") or {}).get("type")  # transformers fills its table
     unused |= {"rope_parameters"} if as_published else set()
     unused |= {"max_position_embeddings"} if "model_max_length" in written else set()  # another name of it
     unused |= {"head_dim"} - {*there.content}  # some classes have it as qk_rope_head_dim alone
@@ -130,6 +132,25 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
             "long_factor = [1, 2] must be a list of 4 numbers above 0",
         ),
         ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
+        ("gemma4-experts", {"use_double_wide_mlp": True}, "use_double_wide_mlp = True is not supported; it must be"),
+        ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 must leave a layer of each kind with keys"),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config = {'1': {'head_dim': 16}} is not"),
+        (
+            "gemma4",
+            {"per_layer_config": {key: {"head_dim": 16, "intermediate_size": 9} for key in "13"}},
+            "per_layer_config = {'1': {'head_dim': 16, 'intermediate_size': 9}, '3': ",
+        ),
+        (
+            "gemma4",
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            "rope_type = 'default' is not supported; it must be 'proportional'",
+        ),
+        (
+            "gemma4-shared",
+            {"vocab_size_per_layer_input": 99},
+            "vocab_size_per_layer_input = 99 is not supported; it must be 4354",
+        ),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1 is not supported"),
@@ -232,6 +253,55 @@ def test_longrope_is_written_as_published() -> None:
 def test_the_usual_scale_of_attention_is_written_as_a_number() -> None:
     args = replace(MODELS["granite"][1], attention_scale=None)
     assert hf_config("granite").write(args)["attention_multiplier"] == 8**-0.5
+
+
+def test_heads_of_gemma_4_are_read_from_published_names_too() -> None:
+    """Published files name the heads of layers of full attention by two keys; the second one counts with the switch."""
+    args = MODELS["gemma4"][1]
+    written = hf_config("gemma4").write(args)
+    del written["per_layer_config"]
+    assert hf_config("gemma4").read(Entries(Path(), written)) == args
+    heads = hf_config("gemma4").read(Entries(Path(), written | {"attention_k_eq_v": False})).global_heads
+    assert heads == GlobalHeads(16, args.n_kv_heads)
+    all_local = hf_config("gemma4").read(Entries(Path(), written | {"layer_types": ["sliding_attention"] * 4}))
+    assert [kind.global_heads for kind in all_local.kinds] == [False, False, False, True]
+
+
+def test_keys_and_values_that_a_layer_shares_are_not_read(tmp_path: Path) -> None:
+    """Published files have them for every layer."""
+    name = "gemma4-shared"
+    family, args = MODELS[name]
+    saved(tmp_path, name)
+    index = tmp_path / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    for layer, shares in ((5, True), (2, False)):
+        there = f"model.layers.{layer}.self_attn.v_proj.bias"
+        safetensors.torch.save_file({there: torch.zeros(2)}, tmp_path / "more.safetensors")
+        index.write_text(json.dumps(content | {"weight_map": content["weight_map"] | {there: "more.safetensors"}}))
+        folder = HFFolder(tmp_path)
+        if shares:
+            HFReader(folder, hf_model(model_spec(family), args))
+        else:
+            with pytest.raises(ConfigError, match=r"v_proj\.bias is no tensor of this model"):
+                HFReader(folder, hf_model(model_spec(family), args))
+
+
+def test_the_counts_of_gemma_4_are_of_each_layers_own_heads() -> None:
+    """Two sizes of heads have two rotary tables, and every layer's share of the embeddings is counted once."""
+    job = job_of("gemma4", "--model.flavor=debugmodel_shared", "--training.seq_len=256")
+    args = job.model
+    heads = {kind.global_heads: args.mixer_of(kind) for kind in args.kinds}
+    assert [(heads[wide].n_kv_heads, heads[wide].head_dim) for wide in (False, True)] == [(4, 32), (4, 64)]
+    without = replace(args, per_layer_dim=0)
+    channels = args.n_layers * args.per_layer_dim
+    each = 2 * args.dim * args.per_layer_dim + args.dim
+    added = channels * (args.vocab_size + args.dim) + args.per_layer_dim + args.n_layers * each
+    assert args.n_params() - without.n_params() == added
+    products = channels * args.dim + args.n_layers * 2 * args.dim * args.per_layer_dim
+    assert args.flops_per_token(256)[0] - without.flops_per_token(256)[0] == 6.0 * products
+    weights = replace(job, model=without).task.memory(replace(job, model=without)).weights
+    assert job.task.memory(job).weights - weights == 4 * (channels * args.vocab_size + products)
+    assert job.task.memory(job).tables == 256 * (4 * (32 + 64) + 16 * job.config.training.local_batch_size)
 
 
 @pytest.mark.parametrize("family", hf_families())

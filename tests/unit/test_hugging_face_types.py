@@ -46,8 +46,9 @@ def test_what_transformers_keeps_in_float32_is_written_so(family: str) -> None:
         loaded = {name: name.replace("expert_bias", BIAS) for name in model.shapes()}  # a published name of hy_v3
         names = {name for name, there in loaded.items() if wanted & {*there.split(".")}}
         assert names or not wanted
-        biases = {name for name, there in loaded.items() if BIAS in there}  # also where transformers rounds them
-        assert kept_types(config, model, dtype) == dict.fromkeys(names | biases, torch.float32)
+        # also where transformers rounds them
+        buffers = {name for name, there in loaded.items() if BIAS in there or there.endswith("layer_scalar")}
+        assert kept_types(config, model, dtype) == dict.fromkeys(names | buffers, torch.float32)
 
 
 def mixed_folder(folder: Path, family: str = "minimax_m2", wide_names: tuple[str, ...] = ("norm", BIAS)) -> Path:

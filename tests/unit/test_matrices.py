@@ -19,8 +19,8 @@ from trainer.transforms.lora import apply_lora
 SHAPES = {"llama3": TEST_FLAVORS} | FAMILY_FLAVORS
 CASES = [(family, flavor) for family, flavors in SHAPES.items() for flavor in flavors]
 # Parameters with two dimensions and more that are no maps between features.
-OTHERS = ("tok_embeddings", "output", "gate", "in_ba", "wb", "f_a", "f_b", "g_a", "g_b", "in_dt", "_conv", "b13", "b2")
-OTHERS += ("in_beta", "in_decay")
+OTHERS = ("tok_embeddings", "layer_embeddings", "output", "gate", "in_ba", "wb", "f_a", "f_b", "g_a", "g_b", "in_dt")
+OTHERS += ("in_beta", "in_decay", "_conv", "b13", "b2")
 
 
 def model_of(family: str, flavor: str = "tiny", **changes: object) -> nn.Module:

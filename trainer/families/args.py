@@ -174,15 +174,26 @@ def kind_of_layer(args: DecoderArgs, layer: int) -> Any:
     return args.layer(layer) if hasattr(args, "layer") else args.window_of_layer(layer)
 
 
-def rotary_tables(args: DecoderArgs) -> int:
-    """Return how many rotary tables the layers use.
+def rotary_channels(args: DecoderArgs) -> int:
+    """Return how many channels the rotary tables have that the layers use.
 
     Args:
         args: The arguments of the model.
     """
     if not hasattr(args, "layer"):
-        return 1
-    return len({args.layer(layer).mixer.rope_theta for layer in all_layers(args)} - {0.0})
+        return args.head_dim
+    thetas = {args.layer(layer).mixer.rope_theta for layer in all_layers(args)} - {0.0}
+    return sum(sum(args.rotary_sizes(theta)) for theta in thetas)
+
+
+def widest_head(args: DecoderArgs) -> int:
+    """Return the largest size of a query head.
+
+    Args:
+        args: The arguments of the model.
+    """
+    others = getattr(args, "global_heads", None)
+    return args.head_dim if others is None else max(args.head_dim, others.head_dim)
 
 
 def windows_of(args: DecoderArgs) -> list[int | None]:

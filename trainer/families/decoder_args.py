@@ -6,20 +6,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
 from trainer.config.toml import load_toml
 from trainer.families.args import all_layers, decoder_modules
+from trainer.families.decoder_words import decoder_words
 from trainer.families.feed_forward_args import DenseArgs, ExpertArgs, FeedForwardArgs
-from trainer.families.layer_kinds import LayerKind, RopeScaling, configured_scaling, in_turns
+from trainer.families.layer_kinds import LayerKind, RopeScaling, configured_fields
 from trainer.families.layers import Layer, NormArgs
 from trainer.families.linear_args import LinearArgs, linear_args
 from trainer.families.mixers import (
     AttentionArgs,
+    GlobalHeads,
     LatentArgs,
     LatentAttentionArgs,
     Mixer,
     Shapes,
+    SharedKeysArgs,
 )
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
@@ -73,6 +75,14 @@ class TransformerArgs:
     short_conv_kernel: int = 0
     head_size: int | None = None
     """Size of a head. None: `dim / n_heads`."""
+    global_heads: GlobalHeads | None = None
+    """Heads of the layers of kind `global_heads`. The rotary table of the model is then theirs."""
+    per_layer_dim: int = 0
+    """Channels of each layer's own embedding of tokens (Gemma 3n). 0: there is none."""
+    layer_scalar: bool = False
+    """Whether the output of each layer is multiplied by a number, a buffer."""
+    value_norm: bool = False
+    """RMSNorm of each head's value, without weights."""
     qk_norm: bool = False
     """RMSNorm of each head's query and key before the rotation."""
     qk_norm_of_all_heads: bool = False
@@ -127,6 +137,16 @@ class TransformerArgs:
         """Number of rotated channels of a head."""
         return int(self.table_dim * self.rope_share)
 
+    def rotary_sizes(self, theta: float | None) -> tuple[int, int]:
+        """Return how many channels of a head a rotary table rotates, and leaves unchanged.
+
+        Args:
+            theta: Base of the frequencies. None: the table of the model.
+        """
+        if theta is None and self.global_heads is not None:
+            return self.global_heads.head_dim, 0
+        return self.rotary_dim, self.table_dim - self.rotary_dim
+
     @property
     def value_dim(self) -> int:
         """Channels of a head's value."""
@@ -160,44 +180,8 @@ class TransformerArgs:
             vocab_size: Number of tokens of the vocabulary.
             max_seq_len: Longest sequence, in tokens.
         """
-        asked = {}
-        for key in ("attention_sinks", "short_conv_kernel") if self.latent is not None else ():
-            if getattr(settings, key):
-                raise ConfigError(
-                    f"model.{key} = {getattr(settings, key)} is not for latent attention; leave it out"
-                )
-        if settings.sliding_window is not None:
-            asked |= {
-                "sliding_window": settings.sliding_window,
-                "layers": self._with_windows(settings.sliding_window_every),
-            }
-        if settings.rope_scaling is not None:
-            asked["rope_scaling"] = configured_scaling(
-                settings, self.rope_scaling, self.max_seq_len
-            )
-        if settings.rope_theta is not None:
-            asked["rope_theta"] = settings.rope_theta
-        balance = "router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"
-        asked |= {
-            key: set_to for key in balance if (set_to := getattr(settings, key)) is not None
-        }
-        return replace(
-            self,
-            vocab_size=vocab_size,
-            max_seq_len=max_seq_len,
-            mtp_layers=settings.mtp_layers,
-            norm_type=settings.norm_type,
-            attention_sinks=self.attention_sinks or settings.attention_sinks,
-            short_conv_kernel=settings.short_conv_kernel,
-            **asked,
-        )
-
-    def _with_windows(self, every: int) -> tuple[LayerKind, ...]:
-        """Return the kinds of layers with a window in every n-th layer, from the first layer on."""
-        layers = range(math.lcm(len(self.layers), every))
-        return in_turns(
-            [replace(self.kind(layer), window=layer % every == 0) for layer in layers]
-        )
+        asked = configured_fields(self, settings)
+        return replace(self, vocab_size=vocab_size, max_seq_len=max_seq_len, **asked)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the sizes that a tensor-parallel degree must divide, by their names in messages."""
@@ -205,12 +189,16 @@ class TransformerArgs:
         sizes: dict[str, int] = {}
         for part in ("mixer", "feed_forward"):
             for layer in layers:
-                sizes |= getattr(layer, part).tensor_parallel_sizes()
+                own = getattr(layer, part).tensor_parallel_sizes()
+                sizes |= {
+                    name: math.gcd(sizes.get(name, 0), size) for name, size in own.items()
+                }
         return sizes | {"tokens in the vocabulary": self.vocab_size}
 
     def module_names(self) -> tuple[str, ...]:
         """Return the modules in the order of the forward."""
-        return decoder_modules(self.n_layers, self.mtp_layers)
+        modules = decoder_modules(self.n_layers, self.mtp_layers)
+        return modules + ("layer_embeddings", "layer_projection") * (self.per_layer_dim > 0)
 
     def kind(self, number: int) -> LayerKind:
         """Return the kind of a layer. A layer for further tokens has the kind of the last layer with attention.
@@ -253,10 +241,14 @@ class TransformerArgs:
             return LatentAttentionArgs(
                 self.n_heads, self.latent, self.score_scale, window, theta
             )
-        return AttentionArgs(
+        heads = GlobalHeads(self.head_dim, self.n_kv_heads)
+        if kind.global_heads:
+            heads = self.global_heads
+        mixer = SharedKeysArgs if kind.shares_keys else AttentionArgs
+        return mixer(
             self.n_heads,
-            self.n_kv_heads,
-            self.head_dim,
+            heads.n_kv_heads,
+            heads.head_dim,
             window,
             theta,
             scale=self.attention_scale,
@@ -266,6 +258,8 @@ class TransformerArgs:
             bias=self.attention_bias,
             output_bias=self.output_bias,
             qk_norm=self.qk_norm,
+            value_norm=self.value_norm,
+            keys_are_values=heads.keys_are_values,
             norm_all_heads=self.qk_norm_of_all_heads,
             gate=self.attention_gate,
         )
@@ -278,7 +272,7 @@ class TransformerArgs:
         """
         if self.experts is not None and kind.experts:
             return self.experts
-        return DenseArgs(self.ffn_hidden_dim, self.activation)
+        return DenseArgs(self.ffn_hidden_dim * kind.ffn_factor, self.activation)
 
     def window_of_layer(self, layer: int) -> int | None:
         """Return how many tokens a token sees in this layer, itself included. None: all tokens before it.
@@ -299,7 +293,14 @@ class TransformerArgs:
             for number in all_layers(self)
             for name, shape in self.layer(number).linear_shapes(self.dim, tp).items()
         }
+        if channels := self.layer_channels:
+            shapes["layer_projection"] = channels, self.dim
         return shapes | {"output": (self.vocab_size // tp, self.dim)}
+
+    @property
+    def layer_channels(self) -> int:
+        """Channels of the embeddings of all layers together."""
+        return self.n_layers * self.per_layer_dim
 
     def n_params(self) -> int:
         """Return the number of parameters; a tied embedding counts once."""
@@ -308,6 +309,8 @@ class TransformerArgs:
         return (
             sum(layer.parameters(self.dim) for layer in self._all_layers())
             + norms * self.norms.parameters(self.dim)
+            + self.layer_channels * (self.vocab_size + self.dim)
+            + self.per_layer_dim
             + (matrix if self.tie_embeddings else 2 * matrix)
         )
 
@@ -325,6 +328,7 @@ class TransformerArgs:
             seq_len: Number of tokens of a sequence.
         """
         outputs = 6.0 * (1 + self.mtp_layers) * self.vocab_size * self.dim
+        outputs += 6.0 * self.layer_channels * self.dim
         full, causal = zip(
             *(layer.flops(self.dim, seq_len) for layer in self._all_layers()), strict=True
         )
@@ -332,22 +336,7 @@ class TransformerArgs:
 
     def words(self) -> str:
         """Return a description of the parts."""
-        heads = f"{self.n_heads} query and {self.n_kv_heads} key/value heads of {self.head_dim}"
-        words = f"{self.n_layers} layers of width {self.dim}, {heads}"
-        if self.latent is not None:
-            sizes = f"{self.latent.rank} + {self.latent.rope_dim}"
-            words = f"{self.n_layers} layers of width {self.dim}, {self.n_heads} heads, latents of {sizes}"
-        if self.linear is not None:
-            number, keys, values = self.linear.states
-            states = f"{number} states of {keys} x {values}"
-            recurrent = sum(self.kind(layer).linear for layer in all_layers(self))
-            words = f"{words}, in {recurrent} layers linear attention with {states}"
-        if self.mtp_layers:
-            words = f"{words}, {self.mtp_layers} for further tokens"
-        if (experts := self.experts) is None:
-            return words
-        chosen = f"{experts.per_token} of {experts.number} experts of width {experts.hidden_dim} a token"
-        return f"{words}, {chosen} ({self.n_active_params():,} active parameters)"
+        return decoder_words(self)
 
     def n_active_params(self) -> int:
         """Return the parameters that a token uses: all except the experts that it does not choose."""
@@ -362,7 +351,8 @@ class TransformerArgs:
 @cache
 def _layer(args: TransformerArgs, kind: LayerKind, predicts_further: bool) -> Layer:
     mixer, feed_forward = args.mixer_of(kind), args.feed_forward_of(kind)
-    return Layer(mixer, feed_forward, args.norms, predicts_further)
+    input_dim = 0 if predicts_further else args.per_layer_dim
+    return Layer(mixer, feed_forward, args.norms, predicts_further, input_dim)
 
 
 @cache
@@ -385,6 +375,7 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
             "experts": ExpertArgs,
             "linear": linear_args,
             "latent": LatentArgs,
+            "global_heads": GlobalHeads,
         }
         fields |= {key: kind(**fields[key]) for key, kind in kinds.items() if key in fields}
         if "layers" in fields:

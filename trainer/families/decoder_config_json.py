@@ -11,7 +11,13 @@ from trainer.families.config_parts import Part
 from trainer.families.decoder_args import TABLES, TransformerArgs
 from trainer.families.decoder_tensors import hf_tensor
 from trainer.families.layer_kinds import LayerKind, in_turns
-from trainer.families.rotary_entries import rope_entries, rotary, rotary_share, rotary_table
+from trainer.families.rotary_entries import (
+    KINDS,
+    rope_entries,
+    rotary,
+    rotary_share,
+    rotary_table,
+)
 from trainer.hugging_face.config_json import Entries
 from trainer.hugging_face.pairs import HFTensor
 from trainer.hugging_face.stored import FLOAT8_BLOCK
@@ -39,6 +45,8 @@ class HFDecoder:
     """Other names of the class in published files."""
     adjacent_pairs: bool = False
     """Whether the two rows of a rotary pair are adjacent there, too."""
+    rope_types: Sequence[str] = KINDS
+    """The supported types of rotary positions."""
     quantised: tuple[str, ...] = ("fp8",)
     """The values of `quant_method` with which published weights can be read."""
     further: Mapping[str, str] = field(default_factory=dict)
@@ -80,13 +88,19 @@ class HFDecoder:
         return bool(self.further) and (several or args.mtp_layers == 1)
 
     def unread(self, args: TransformerArgs) -> tuple[str, ...]:
-        """Return name prefixes of tensors that are not read: layers for further tokens, or tensors that they share.
+        """Return name prefixes of tensors that are not read.
+
+        They belong to layers for further tokens, are shared by these, or are keys and values of layers that share them.
 
         Args:
             args: The arguments of the model.
         """
         if not self.further:
-            return ()
+            unused = ("k_proj.", "v_proj.", "k_norm.")
+            shared = [layer for layer, kind in enumerate(args.kinds) if kind.shares_keys]
+            return tuple(
+                f"model.layers.{n}.self_attn.{name}" for n in shared for name in unused
+            )
         first = args.n_layers
         read = args.mtp_layers if self._has_further(args) else 0
         if "{}" not in self.further[""]:
@@ -148,9 +162,9 @@ class HFDecoder:
         config.only("attention_dropout", 0.0)
         dim = config.whole("hidden_size")
         n_heads, n_kv_heads, head_dim = _heads(config, dim)
-        theta, scaling = rotary(config)
+        theta, scaling = rotary(config, self.rope_types)
         share = rotary_share(config) if self.rotates_a_share else 1.0
-        if not self.rotates_a_share:
+        if not self.rotates_a_share and "proportional" not in self.rope_types:
             for table in config, rotary_table(config):
                 table.only("partial_rotary_factor", 1.0)
         fields = {
@@ -215,6 +229,9 @@ class HFDecoder:
             part_entries |= part.write(args)
         if self.rotates_a_share:
             rope["partial_rotary_factor"] = args.rope_share
+        old = {"rope_theta": args.rope_theta, "rope_scaling": None if scaling is None else rope}
+        if self.rope_types is not KINDS:  # an architecture of transformers 5
+            old = {}
         if "original_max_position_embeddings" in rope:
             longest = max(longest, round(scaling.factor * scaling.original_max_seq_len))
         return {
@@ -231,8 +248,7 @@ class HFDecoder:
             self.activation[0]: self.activation[1],
             "rms_norm_eps": args.norm_eps,
             "tie_word_embeddings": args.tie_embeddings,
-            "rope_theta": args.rope_theta,
-            "rope_scaling": None if scaling is None else rope,
+            **old,
             **({"partial_rotary_factor": args.rope_share} if self.rotates_a_share else {}),
             "rope_parameters": rope | {"rope_theta": args.rope_theta},
             **part_entries,
@@ -247,6 +263,9 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
             args.kind(i).linear,
             args.layer(i).mixer.rope_theta,
             args.experts is not None and args.kind(i).experts,
+            args.kind(i).global_heads,
+            args.kind(i).shares_keys,
+            args.kind(i).ffn_factor,
         )
         for i in layers
     ]

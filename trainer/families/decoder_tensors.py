@@ -17,7 +17,14 @@ from trainer.hugging_face.pairs import HFTensor
 if TYPE_CHECKING:
     import torch
 
-_MODULES = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
+_MODULES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layer_embeddings": "model.embed_tokens_per_layer",
+    "layer_projection": "model.per_layer_model_projection",
+    "layer_projection_norm": "model.per_layer_projection_norm",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
 _ROTATED = ("attention.wq", "attention.wk", "attention.q_norm", "attention.k_norm")
 _FUSED = (
     ("attention.wq", "attention.wk", "attention.wv"),
@@ -47,9 +54,10 @@ def hf_tensor(
 ) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter. None for a buffer of routers without a counterpart.
 
-    In the name of experts, {} is the number of an expert, and several names divide its rows; without {}, one tensor has
-    all experts. With {}, a folder may have transformers' one tensor instead. Modules of one name have parts of one
-    tensor. The two rows of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
+    In the name of experts, {} is the number of an expert, and several names divide its rows; without {}, it is the
+    whole name of one tensor with all experts. With {}, a folder may have transformers' one tensor instead. Modules of
+    one name have parts of one tensor. The two rows of a rotary pair are adjacent here, and half of the rotated share of
+    a head apart there.
 
     Args:
         args: The arguments of the model.
@@ -83,10 +91,10 @@ def hf_tensor(
     part = part.rpartition(".")[0]
     there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(layer, args.dim, part, table))
     mixer = layer.mixer
-    if part not in _ROTATED or not isinstance(mixer, AttentionArgs):
-        return there  # other mixers have adjacent pairs there, too
+    if part not in _ROTATED or not isinstance(mixer, AttentionArgs) or mixer.keys_are_values:
+        return there  # other mixers have adjacent pairs there, too, and keys that are values have halves here
     doubled = 2 if mixer.gate and part == "attention.wq" else 1
-    sizes = mixer.head_dim * doubled, args.rotary_dim
+    sizes = mixer.head_dim * doubled, args.rotary_sizes(mixer.rope_theta)[0]
     to_hf, from_hf = (partial(_swap, *sizes, order) for order in ((-1, 2), (2, -1)))
     return replace(there, to_hf=to_hf, from_hf=from_hf, moves_rows=True)
 

@@ -1,5 +1,6 @@
 """Architectures of transformers without experts; sizes.toml has the sizes and their sources. Torch-free."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from trainer.config.errors import ConfigError
@@ -11,8 +12,11 @@ from trainer.families.config_parts import (
     Part,
     always,
     check_switched,
+    full_every,
     number,
     only,
+    read_experts,
+    read_layer_types,
     read_windows,
     windows,
     with_local_tables,
@@ -20,7 +24,8 @@ from trainer.families.config_parts import (
 )
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
-from trainer.families.rotary_entries import FULL, SLIDING, rotary_table
+from trainer.families.mixers import GlobalHeads
+from trainer.families.rotary_entries import FULL, SLIDING, rope_entries, rotary_table
 from trainer.hugging_face.config_json import Entries
 
 
@@ -119,6 +124,114 @@ GEMMA = (
     Part(_read_gemma, _write_gemma),
     number("final_logit_softcapping", "logits_softcap"),
 )
+
+
+def _read_gemma4(config: Entries) -> Fields:
+    """Read the kinds of layers; the last layer always sees all earlier tokens, as in transformers."""
+    kinds = read_layer_types(config, (FULL, SLIDING), full_every(config, SLIDING, 6))
+    kinds[-1] = FULL
+    fields = read_windows(replace(config, content={**config.content, "layer_types": kinds}), ())
+    local = config.table("rope_parameters").table(SLIDING)
+    local.only("rope_type", "default")
+    theta = float(local.number("rope_theta", 10000.0))
+    first = _first_shared(config, kinds)
+    factor = 2 if config.switch("use_double_wide_mlp") else 1
+    fields["layers"] |= {
+        "rope_theta": [theta if kind == SLIDING else None for kind in kinds],
+        "global_heads": [kind == FULL for kind in kinds],
+        "shares_keys": [i >= first for i in range(len(kinds))],
+        "ffn_factor": [factor if i >= first else 1 for i in range(len(kinds))],
+    }
+    own = 0
+    if config.content.get("hidden_size_per_layer_input"):
+        own = config.whole("hidden_size_per_layer_input")
+        config.only("vocab_size_per_layer_input", config.whole("vocab_size"))
+    experts = None
+    if config.switch("enable_moe_block"):
+        fields["layers"]["ffn_factor"] = [config.only("use_double_wide_mlp", False) + 1] * len(
+            kinds
+        )
+        per_token = {"num_experts_per_tok": config.whole("top_k_experts")}
+        experts = read_experts(
+            replace(config, content={**config.content, **per_token}),
+            "num_experts",
+            "moe_intermediate_size",
+            shared_dim=config.whole("intermediate_size"),
+            activation="gelu_tanh",
+            beside_dense=True,
+        )
+    return fields | {
+        "experts": experts,
+        "per_layer_dim": own,
+        "embedding_scale": config.whole("hidden_size") ** 0.5,
+        "global_heads": _read_global_heads(config, kinds),
+    }
+
+
+def _first_shared(config: Entries, kinds: Sequence[str]) -> int:
+    """Return the first layer that shares the keys and values of an earlier layer; it and all later layers do."""
+    key = "num_kv_shared_layers"
+    shared = config.whole(key) if config.content.get(key) else 0
+    first = len(kinds) - shared
+    if first < 1 or {*kinds[:first]} != {*kinds}:
+        raise ConfigError(
+            f"{config.file}: {key} = {shared} must leave a layer of each kind with keys and values of its own"
+        )
+    return first
+
+
+def _read_global_heads(config: Entries, kinds: Sequence[str]) -> GlobalHeads:
+    """Read the heads of layers without a window: from two entries, or since transformers 5.23 from a table by layer."""
+    shared = config.switch("attention_k_eq_v")
+    n_kv_heads = config.whole("num_key_value_heads")
+    own = {"head_dim": config.whole("global_head_dim", 512)}
+    if shared and config.content.get("num_global_key_value_heads") is not None:
+        own["num_key_value_heads"] = config.whole("num_global_key_value_heads")
+    key = "per_layer_config"
+    table = config.table(key).content
+    if key in config.content:
+        own = table.get(str(kinds.index(FULL)), {})
+        if table != {str(i): own for i, kind in enumerate(kinds) if kind == FULL} or not {
+            "head_dim",
+            "num_key_value_heads",
+        }.issuperset(own):
+            raise ConfigError(
+                f"{config.file}: {key} = {table!r} is not supported; it must have the same head_dim and "
+                "num_key_value_heads for each layer of full attention, and no other layers"
+            )
+    heads = replace(config, content=own)
+    n_kv_heads = heads.whole("num_key_value_heads", n_kv_heads)
+    return GlobalHeads(heads.whole("head_dim", config.whole("head_dim")), n_kv_heads, shared)
+
+
+def _write_gemma4(args: TransformerArgs) -> Fields:
+    kinds = args.kinds
+    heads = args.global_heads
+    own = {"head_dim": heads.head_dim, "num_key_value_heads": heads.n_kv_heads}
+    local = {kind.rope_theta for kind in kinds} - {None}
+    theta = local.pop() if local else 10000.0
+    whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
+    of = args.experts
+    return write_windows(args, 512) | {
+        "enable_moe_block": of is not None,
+        "num_experts": of and of.number,
+        "top_k_experts": of and of.per_token,
+        "moe_intermediate_size": of and of.hidden_dim,
+        "num_kv_shared_layers": sum(kind.shares_keys for kind in kinds),
+        "use_double_wide_mlp": any(kind.ffn_factor > 1 for kind in kinds),
+        "hidden_size_per_layer_input": args.per_layer_dim,
+        "vocab_size_per_layer_input": args.vocab_size,
+        "attention_k_eq_v": heads.keys_are_values,
+        "global_head_dim": heads.head_dim,
+        "num_global_key_value_heads": heads.n_kv_heads,
+        "per_layer_config": {str(i): own for i, kind in enumerate(kinds) if kind.global_heads},
+        "rope_parameters": {
+            FULL: whole,
+            SLIDING: {"rope_type": "default", "rope_theta": theta},
+        },
+    }
+
+
 _OLMO = always(norm_place="after", qk_norm=True, qk_norm_of_all_heads=True), BIASES
 GELU = "hidden_activation", "gelu_pytorch_tanh"
 _NO_MLP_BIAS = only("mlp_bias", False, written=True)
@@ -179,5 +292,46 @@ FAMILIES = {
             ),
         ),
         activation=GELU,
+    ),
+    "gemma4": HFDecoder(
+        "gemma4_text",
+        "Gemma4ForCausalLM",
+        (
+            only("use_bidirectional_attention", None, "vision"),
+            BIASES,
+            always(
+                norm_place="around",
+                activation="gelu_tanh",
+                attention_scale=1.0,
+                qk_norm=True,
+                value_norm=True,
+                layer_scalar=True,
+            ),
+            number("final_logit_softcapping", "logits_softcap"),
+            Part(
+                _read_gemma4,
+                _write_gemma4,
+                ("global_heads", "heads of layers without a window"),
+            ),
+        ),
+        names={
+            "layer_scalar": "layer_scalar",
+            "input_gate": "per_layer_input_gate",
+            "input_projection": "per_layer_projection",
+            "input_norm": "post_per_layer_input_norm",
+            "feed_forward.router.gate": "router.proj",
+            "feed_forward.router.input_norm.weight": "router.scale",
+            "feed_forward.router.scales.weight": "router.per_expert_scale",
+            "feed_forward.norm_before": "pre_feedforward_layernorm_2",
+            "feed_forward.norm_after": "post_feedforward_layernorm_2",
+            "feed_forward.shared_norm": "post_feedforward_layernorm_1",
+            "feed_forward.experts.w13": "experts.gate_up_proj",
+            "feed_forward.experts.w2": "experts.down_proj",
+            "feed_forward.shared.w1": "mlp.gate_proj",
+            "feed_forward.shared.w2": "mlp.down_proj",
+            "feed_forward.shared.w3": "mlp.up_proj",
+        },
+        activation=GELU,
+        rope_types=("proportional",),
     ),
 }

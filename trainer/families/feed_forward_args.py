@@ -126,6 +126,10 @@ class ExpertArgs:
     """Factor of the weights of a token's experts."""
     shared_dim: int = 0
     """Width of an expert that all tokens use in addition to the chosen ones; 0: there is none."""
+    activation: str = "silu"
+    """Activation of the gates, see `DenseArgs`."""
+    beside_dense: bool = False
+    """Whether the shared expert is the layer's dense network, and each has a norm of its own around it (Gemma 4)."""
     shared_gate: bool = False
     """Whether each token multiplies the shared expert's output by a sigmoid of its own."""
 
@@ -171,12 +175,13 @@ class ExpertArgs:
         return (self.per_token if active else self.number) * self.weights(dim)
 
     def vectors(self, dim: int) -> int:
-        """Return the number of parameters of the router's bias.
+        """Return the number of parameters of the router's bias, of its scales, and of norms.
 
         Args:
-            dim: Not used.
+            dim: Channels of the hidden states.
         """
-        return self.number * self.biases
+        beside = 4 * dim + self.number  # three norms, and two scales of the router
+        return self.number * self.biases + beside * self.beside_dense
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the channels of the shared expert, if there is one."""

@@ -3,9 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
+
+if TYPE_CHECKING:
+    from trainer.families.decoder_args import TransformerArgs
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class RopeScaling:
       pair with `beta_slow` turns. `truncate` widens it to whole pairs.
     * 'longrope' (arXiv 2402.13753): each pair has its own factor, `long_factors` in a model for sequences longer than
       `original_max_seq_len`, otherwise `short_factors`.
+    * 'proportional' (Gemma 4) stretches all frequencies, and the last pairs do not rotate.
     """
 
     factor: float
@@ -39,6 +44,8 @@ class RopeScaling:
     """m: the scores of latent attention are multiplied by (0.1 m ln(factor) + 1)^2."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    share: float = 1.0
+    """Share of the pairs that rotate, with 'proportional'."""
 
     @property
     def score_factor(self) -> float:
@@ -79,6 +86,13 @@ def configured_scaling(
     """
     original = settings.rope_original_seq_len
     kind = settings.rope_scaling_type or ("llama3" if flavors is None else flavors.kind)
+    if flavors is not None and flavors.kind == "proportional":
+        if kind != flavors.kind:
+            raise ConfigError(
+                f"model.rope_scaling_type = {kind!r} is not for proportional rotary positions, which belong to the "
+                "model; leave it out"
+            )
+        return replace(flavors, factor=settings.rope_scaling)
     if settings.rope_scaling == 1.0:
         return None
     if kind == "longrope":
@@ -109,6 +123,12 @@ class LayerKind:
     """Whether its queries and keys are rotated."""
     rope_theta: float | None = None
     """Base of its own frequencies, without scaling; None: frequencies and scaling of the model."""
+    global_heads: bool = False
+    """Whether it has the model's `global_heads`."""
+    shares_keys: bool = False
+    """Whether it has the keys and values of the last layer before it that has its own and the same kind of heads."""
+    ffn_factor: int = 1
+    """Factor of the inner channels of its feed-forward network."""
     experts: bool = True
     """Whether it has the model's experts, if there are any; False: a dense feed-forward network."""
 
@@ -125,3 +145,69 @@ def in_turns(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
         for n in turns
         if all(kind == kinds[i % n] for i, kind in enumerate(kinds))
     )
+
+
+def key_sources(kinds: Sequence[LayerKind]) -> dict[int, int]:
+    """Return the layers that share keys and values -> the layer that computes them.
+
+    Args:
+        kinds: The kind of each layer.
+    """
+    own: dict[bool, int] = {}
+    sources = {}
+    for number, kind in enumerate(kinds):
+        if kind.shares_keys:
+            sources[number] = own[kind.global_heads]
+        else:
+            own[kind.global_heads] = number
+    return sources
+
+
+def with_windows(kinds: Sequence[LayerKind], every: int) -> tuple[LayerKind, ...]:
+    """Return the kinds with a window in every n-th layer, from the first layer on, and in no other.
+
+    Args:
+        kinds: Kinds of the first layers, which the others repeat in turn.
+        every: n.
+    """
+    layers = range(math.lcm(len(kinds), every))
+    return in_turns(
+        [replace(kinds[layer % len(kinds)], window=layer % every == 0) for layer in layers]
+    )
+
+
+def configured_fields(args: "TransformerArgs", settings: Model) -> dict[str, Any]:
+    """Return the fields of a decoder's arguments that the settings change.
+
+    Args:
+        args: The arguments of the flavor.
+        settings: Table `[model]`.
+
+    Raises:
+        ConfigError: A setting is not for this model.
+    """
+    asked: dict[str, Any] = {}
+    for key in ("attention_sinks", "short_conv_kernel") if args.latent is not None else ():
+        if getattr(settings, key):
+            raise ConfigError(
+                f"model.{key} = {getattr(settings, key)} is not for latent attention; leave it out"
+            )
+    if settings.sliding_window is not None:
+        asked |= {
+            "sliding_window": settings.sliding_window,
+            "layers": with_windows(args.layers, settings.sliding_window_every),
+        }
+    if settings.rope_scaling is not None:
+        asked["rope_scaling"] = configured_scaling(
+            settings, args.rope_scaling, args.max_seq_len
+        )
+    if settings.rope_theta is not None:
+        asked["rope_theta"] = settings.rope_theta
+    balance = "router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"
+    asked |= {key: set_to for key in balance if (set_to := getattr(settings, key)) is not None}
+    return asked | {
+        "mtp_layers": settings.mtp_layers,
+        "norm_type": settings.norm_type,
+        "attention_sinks": args.attention_sinks or settings.attention_sinks,
+        "short_conv_kernel": settings.short_conv_kernel,
+    }

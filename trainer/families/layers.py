@@ -73,6 +73,8 @@ class Layer:
     feed_forward: FeedForwardArgs
     norms: NormArgs
     predicts_further: bool = False
+    input_dim: int = 0
+    """Channels of the layer's own embedding of each token, which a third branch adds. 0: there is none."""
 
     @property
     def has_experts(self) -> bool:
@@ -93,6 +95,11 @@ class Layer:
         """
         mixer = self.mixer.linear_shapes(dim, tp)
         shapes = _named(mixer, self.feed_forward.linear_shapes(dim, tp))
+        if self.input_dim:
+            shapes |= {
+                "input_gate": (self.input_dim, dim),
+                "input_projection": (dim, self.input_dim),
+            }
         return shapes | ({"projection": (dim, 2 * dim)} if self.predicts_further else {})
 
     def parameters(self, dim: int) -> int:
@@ -101,7 +108,8 @@ class Layer:
         Args:
             dim: Channels of the hidden states.
         """
-        norms = 2 * (self.norms.before + self.norms.after) + 2 * self.predicts_further
+        norms = 2 * (self.norms.before + self.norms.after + self.predicts_further)
+        norms += self.input_dim > 0
         return (
             self._products(dim, active=False)
             + self.mixer.vectors(dim)

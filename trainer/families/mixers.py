@@ -86,6 +86,11 @@ class AttentionArgs:
     output_bias: bool = False
     qk_norm: bool = False
     """Whether queries and keys are normalised before the rotation (arXiv 2302.05442)."""
+    value_norm: bool = False
+    """Whether values are normalised, too, without weights."""
+    keys_are_values: bool = False
+    """Whether keys are also the values, before the norms and the rotation. Keys then rotate as halves, so that the
+    channels of values have the order of Hugging Face's files."""
     norm_all_heads: bool = False
     """Whether one norm covers the queries, or the keys, of all heads together."""
     gate: bool = False
@@ -115,10 +120,11 @@ class AttentionArgs:
             tp: Tensor-parallel degree.
         """
         queries, keys = (size // tp for size in self.sizes)
+        values = {} if self.keys_are_values else {"wv": (keys, dim)}
         return {
             "wq": (queries * (2 if self.gate else 1), dim),
             "wk": (keys, dim),
-            "wv": (keys, dim),
+            **values,
             "wo": (dim, queries),
         }
 
@@ -135,7 +141,7 @@ class AttentionArgs:
         """
         queries, keys = self.sizes
         normed = queries + keys if self.norm_all_heads else 2 * self.head_dim
-        biases = queries * (2 if self.gate else 1) + 2 * keys
+        biases = queries * (2 if self.gate else 1) + keys * (2 - self.keys_are_values)
         return (
             self.n_heads * self.sinks
             + normed * self.qk_norm
@@ -155,6 +161,40 @@ class AttentionArgs:
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the query heads and the key/value heads."""
         return {"attention heads": self.n_heads, "key/value heads": self.n_kv_heads}
+
+
+@dataclass(frozen=True)
+class SharedKeysArgs(AttentionArgs):
+    """Attention to the keys and values of an earlier layer, with queries of its own (arXiv 2405.05254)."""
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
+        shapes = super().linear_shapes(dim, tp)
+        return {name: shapes[name] for name in ("wq", "wo")}
+
+    def vectors(self, dim: int) -> int:
+        """Return the number of parameters of sinks, norms and biases.
+
+        Args:
+            dim: Channels of the hidden states.
+        """
+        biases = self.sizes[0] * self.bias + dim * self.output_bias
+        return self.n_heads * self.sinks + self.head_dim * self.qk_norm + biases
+
+
+@dataclass(frozen=True)
+class GlobalHeads:
+    """Heads of the layers that see all earlier tokens, where they differ from the heads of other layers (Gemma 4)."""
+
+    head_dim: int
+    n_kv_heads: int
+    keys_are_values: bool = False
+    """Whether keys are also the values."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Since transformers 5 their table is `rope_parameters`; before, they had the entr
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,22 +57,29 @@ def rotary_share(config: Entries) -> float:
     return share
 
 
-def rotary(config: Entries) -> tuple[float, RopeScaling | None]:
+KINDS = "default", "linear", "llama3", "yarn", "longrope"
+"""Types of rotary positions that most architectures support."""
+
+
+def rotary(config: Entries, kinds: Sequence[str] = KINDS) -> tuple[float, RopeScaling | None]:
     """Return the base of the frequencies and their scaling.
 
     Args:
         config: The entries of the file.
+        kinds: The types that the architecture supports.
     """
     table = rotary_table(config)
     theta = float(
         (table if "rope_theta" in table.content else config).number("rope_theta", 10000.0)
     )
-    kinds = "default", "linear", "llama3", "yarn", "longrope"
     kind = table.only("rope_type" if "rope_type" in table.content else "type", *kinds)
     if kind == "default":
         return theta, None
     if kind == "longrope":
         return theta, _longrope(config, table)
+    if kind == "proportional":
+        share = float(table.number("partial_rotary_factor", 1.0))
+        return theta, RopeScaling(float(table.number("factor", 1.0)), kind=kind, share=share)
     scaling = RopeScaling(float(table.number("factor")), kind=kind)
     if kind == "linear":
         return theta, scaling
@@ -150,6 +158,10 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling is None:
         return {"rope_type": "default"}
     entries = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "proportional":
+        if scaling.factor == 1:
+            del entries["factor"]
+        return entries | {"partial_rotary_factor": scaling.share}
     if scaling.kind == "linear":
         return entries
     entries["original_max_position_embeddings"] = scaling.original_max_seq_len

@@ -22,7 +22,7 @@ from longshard.context.planning.options import ContextParallelOptions
 from longshard.sharding.errors import OptionError
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
-from trainer.families.args import ModelArgs, has_windows, latent_of, windows_of
+from trainer.families.args import ModelArgs, has_windows, latent_of, widest_head, windows_of
 
 # Assumed number of tiles in the largest stage, to choose a kernel before documents are known. With 131,072 tokens in
 # exponentially distributed documents of 500 tokens on average, a stage has 252 tiles on one rank, 128 on two ranks and
@@ -86,7 +86,7 @@ def _needs_plan(config: JobConfig, model: ModelArgs, device_type: str) -> bool:
     needs = _needs(config, model)
     kernel = config.parallelism.context_parallel_kernel
     with options_as_keys():
-        able_kernels(kernel, None, None, model.head_dim, **needs)
+        able_kernels(kernel, None, None, widest_head(model), **needs)
     return (
         config.plans_attention
         or needs["bands"]
@@ -149,7 +149,8 @@ def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:
     """
     training = config.training
     heads = -(-model.n_heads // config.parallelism.tensor_parallel_degree)
-    elements = call_elements(training.local_batch_size, training.seq_len, 1, model.head_dim)
+    widest = widest_head(model)
+    elements = call_elements(training.local_batch_size, training.seq_len, 1, widest)
     return heads * elements >= INDEX_LIMIT
 
 
@@ -215,7 +216,7 @@ def kernel_of(
     """
     training = config.training
     windows = has_windows(model)
-    kind = device_type, training.compute_dtype(device_type), model.head_dim
+    kind = device_type, training.compute_dtype(device_type), widest_head(model)
     with options_as_keys():
         able = able_kernels(options.kernel, *kind, **_needs(config, model))
     if options.kernel != "auto":

@@ -41,13 +41,26 @@ def _has_experts(draft: Draft) -> bool:
     return experts_of(draft.model) is not None
 
 
-def _compiles_varying_lengths(draft: Draft) -> bool:
-    """Return whether PyTorch 2.13's compiler would end in a RecursionError, in a layer for a further token."""
+def _compiles_shards(draft: Draft) -> bool:
+    """Return whether the compiler traces layers that tensor parallelism divides."""
     settings = draft.config.compile
     traced = settings.enable and "model" in settings.components and settings.backend != "eager"
-    return traced and draft.degrees.tp > 1 and mtp_layers_of(draft.model) > 0
+    return traced and draft.degrees.tp > 1
 
 
+def _compiles_varying_lengths(draft: Draft) -> bool:
+    """Return whether PyTorch 2.13's compiler would end in a RecursionError, in a layer for a further token."""
+    return _compiles_shards(draft) and mtp_layers_of(draft.model) > 0
+
+
+def _links_layers(draft: Draft) -> bool:
+    """Return whether layers have inputs besides the output of the layer before."""
+    shares = any(kind.shares_keys for kind in getattr(draft.model, "layers", ()))
+    return shares or getattr(draft.model, "per_layer_dim", 0) > 0
+
+
+_LINKS = "model.flavor"
+_WHAT = "layers of model.name = {config.model.name!r} share keys and values, or have embeddings of their own, which "
 _CHUNKS = "training.sequence_chunks"
 _EARLY = "training.early_update"
 _LOAD = "model.router_aux_loss_load"
@@ -59,12 +72,41 @@ _IN_USE: dict[str, Callable[[Draft], bool]] = {
     "training.balance": lambda d: d.config.training.balance == "step",
     _LOAD: lambda d: _has_experts(d) and d.config.model.router_aux_loss_load == "micro_batch",
     _EXPERTS: _has_experts,
+    _LINKS: _links_layers,
     "float8.enable": lambda d: d.config.float8.enable,
     "lora.rank": lambda d: d.config.lora.rank > 0,
     "lora.dropout": lambda d: d.config.lora.rank > 0 and d.config.lora.dropout > 0,
 }
 """The first keys of the rows, and whether a job uses them: else no row of a key holds."""
 INCOMPATIBLE = (
+    Pair(
+        _LINKS,
+        "parallelism.pipeline_parallel_degree",
+        lambda d: d.degrees.pp > 1,
+        _WHAT
+        + "parallelism.pipeline_parallel_degree = {degrees.pp} would not send between stages; use 1, with "
+        "context, tensor or data parallelism in its place",
+    ),
+    Pair(
+        _LINKS,
+        "activation_checkpoint.group",
+        lambda d: d.config.activation_checkpoint.group > 1,
+        _WHAT
+        + "activation_checkpoint.group = {config.activation_checkpoint.group} would not compute again; leave it "
+        "out",
+    ),
+    Pair(
+        _LINKS,
+        "model.mtp_layers",
+        lambda d: mtp_layers_of(d.model) > 0,
+        _WHAT + "layers for further tokens do not have; leave out model.mtp_layers",
+    ),
+    Pair(
+        _LINKS,
+        "model.short_conv_kernel",
+        lambda d: d.model.short_conv_kernel > 0,
+        _WHAT + "model.short_conv_kernel = {model.short_conv_kernel} is not for; leave it out",
+    ),
     Pair(
         "training.enable_cpu_offload",
         "parallelism.data_parallel_replicate_degree",
@@ -184,6 +226,15 @@ INCOMPATIBLE = (
         lambda d: d.config.activation_checkpoint.mode == "memory_budget",
         "activation_checkpoint.mode = 'memory_budget' does not work with the experts of model.name = "
         "{config.model.name!r}, which the compiler does not see; use the mode 'selective' or 'full'",
+    ),
+    Pair(
+        _EXPERTS,
+        "compile.components",
+        # PyTorch 2.13 ends in a TypeError of its symbolic sizes, in attention
+        lambda d: d.model.experts.beside_dense and _compiles_shards(d),
+        "compile.components = {config.compile.components} does not work with the experts of model.name = "
+        "{config.model.name!r} and parallelism.tensor_parallel_degree = {degrees.tp}, for whose heads of two sizes "
+        "PyTorch makes no graph; use degree 1, or compile the loss alone with compile.components = ['loss']",
     ),
     Pair(
         _EXPERTS,

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 
 from trainer.config.errors import ConfigError
-from trainer.families.args import ModelArgs, expert_layers, experts_of, rotary_tables
+from trainer.families.args import ModelArgs, expert_layers, experts_of, rotary_channels
 from trainer.job.lora import adapter_sizes, weight_shapes, whole_sizes
 from trainer.job.pipeline_stages import layers_of, layers_of_stages
 from trainer.job.record import ITEMSIZE, RankMemory, ResolvedJob, size_words
@@ -67,6 +67,8 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     sizes = _by_module({name: math.prod(shape) for name, shape in shapes.items()})
     if not model.tie_embeddings:
         sizes["tok_embeddings"] = model.vocab_size * model.dim // degrees.tp
+    channels = getattr(model, "layer_channels", 0)
+    sizes["layer_embeddings"] = channels * model.vocab_size // degrees.tp
     shards = degrees.dp_shard * degrees.cp
 
     def share(sizes: dict[str, int], ranks: int = shards) -> int:
@@ -91,13 +93,11 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         moments -= share(_by_module(dense)) + share(_by_module(expert_matrices), ranks)
     rows = training.seq_len // degrees.cp
     token_bytes = 2 * 8 * training.local_batch_size
-    table_dim = getattr(model, "table_dim", model.head_dim)
-    rotary_bytes = rotary_tables(model) * table_dim * max(stored, 4)
     return RankMemory(
         weights=(local + added) * stored,
         gradients=trained * stored,
         optimizer=moments * ITEMSIZE[job.config.state_dtype],
-        tables=rows * (rotary_bytes + token_bytes),
+        tables=rows * (rotary_channels(model) * max(stored, 4) + token_bytes),
     )
 
 
@@ -125,7 +125,7 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
         names |= {
             name.replace("wkv_a", "wkv_b"): (up,) for name in names if name.endswith(".wkv_a")
         }
-    layers = {name: size for name, size in names.items() if name.startswith("layers.")}
+    layers = {name: size for name, size in names.items() if name != "output"}
     return {
         name: math.prod(size)
         for name, size in layers.items()

@@ -1,6 +1,6 @@
 """Grouped-query attention. Context parallelism replaces its inner part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,11 @@ from longshard.context.execution.latent import expanded
 from longshard.context.planning.capabilities import FLASH2_BROKEN, INDEX_LIMIT, call_elements
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
-from trainer.families.mixers import AttentionArgs
+from trainer.families.mixers import AttentionArgs, SharedKeysArgs
 from trainer.models.cached import Cached
 from trainer.models.initialization import Branch
 from trainer.models.norms import NormOfHeads, build_rms_norm
-from trainer.models.rotary import apply_rope
+from trainer.models.rotary import apply_rope, apply_rope_to_halves
 from trainer.models.short_convolution import ShortConvolution
 from trainer.models.weights import Weights
 from trainer.parallel.tensor_parallel import (
@@ -179,13 +179,16 @@ class Attention(Branch):
         super().__init__()
         self.args = args
         self.head_dim = args.head_dim
+        if args.keys_are_values:
+            rotate = apply_rope_to_halves
         self.rotate = None if args.rope_theta == 0 else rotate
         self.branches = branches
         queries, keys = args.sizes
         self.wq = nn.Linear(dim, queries * (2 if args.gate else 1), bias=args.bias)
         self.wk = nn.Linear(dim, keys, bias=args.bias)
-        self.wv = nn.Linear(dim, keys, bias=args.bias)
+        self.wv = None if args.keys_are_values else nn.Linear(dim, keys, bias=args.bias)
         self.wo = nn.Linear(queries, dim, bias=args.output_bias)
+        self.eps = norms.eps
         self.q_norm = self.k_norm = None
         if args.norm_all_heads:
             self.q_norm = NormOfHeads(queries, eps=norms.eps)
@@ -197,6 +200,8 @@ class Attention(Branch):
         kernel = args.short_conv_kernel
         self.short_conv = ShortConvolution(queries, keys, kernel) if kernel else None
         self.inner_attention = InnerAttention(args.window, args.softcap)
+        self.gives_keys = False
+        """Whether later layers share the keys and values."""
 
     def forward(
         self,
@@ -206,8 +211,8 @@ class Attention(Branch):
         *,
         positions: torch.Tensor | None = None,
         **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the output, (B, S, dim).
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the output, (B, S, dim). If it gives its keys and values, they follow: (B, K, S, D) twice.
 
         Args:
             x: (B, S, dim).
@@ -216,7 +221,8 @@ class Attention(Branch):
             positions: (B, S), positions within packed documents, for the short convolution.
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
-        q, k, v = (w(x, **adapter_inputs) for w in (self.wq, self.wk, self.wv))
+        q, k = (w(x, **adapter_inputs) for w in (self.wq, self.wk))
+        v = k if self.wv is None else self.wv(x, **adapter_inputs)
         if self.args.gate:
             q, gate = (
                 part.flatten(-2) for part in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2)
@@ -231,21 +237,22 @@ class Attention(Branch):
         if self.q_norm is not None and not self.args.norm_all_heads:
             q = self.q_norm(q)
             k = self.k_norm(k)
+        if self.args.value_norm:
+            v = F.rms_norm(v, (self.head_dim,), eps=self.eps)
         if self.rotate is not None:
             freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
             # one after the other, and under the same names: so the unrotated tensors are freed early
             q = self.rotate(q, freqs_cis)
             k = self.rotate(k, freqs_cis)
-        # (B, H, S, D), (B, K, S, D) twice
-        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D)
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention.run(
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
         )
         out = out.transpose(1, 2).flatten(2)
-        return self.wo(
-            out * gate.sigmoid() if self.args.gate else out, **adapter_inputs
-        )  # (B, S, dim)
+        out = out * gate.sigmoid() if self.args.gate else out
+        out = self.wo(out, **adapter_inputs)  # (B, S, dim)
+        return (out, k, v) if self.gives_keys else out
 
     def rows_of_heads(self) -> dict[str, list[int]]:
         """Return the numbers of rows that one head has in each parameter.
@@ -254,7 +261,12 @@ class Attention(Branch):
         """
         size = self.head_dim
         queries = [size, size] if self.args.gate else [size]
-        return {"wq.weight": queries, "wk.weight": [size], "wv.weight": [size]}
+        others = {f"{name}.weight": [size] for name in self._keys_and_values()}
+        return {"wq.weight": queries, **others}
+
+    def _keys_and_values(self) -> list[str]:
+        """Return the modules that make keys and values."""
+        return [name for name in ("wk", "wv") if getattr(self, name) is not None]
 
     @property
     def queries(self) -> nn.Linear:
@@ -263,7 +275,7 @@ class Attention(Branch):
 
     def tensor_parallel_styles(self) -> Styles:
         """Return how tensor-parallel ranks divide the heads, by names of modules."""
-        styles = sequence_gathered("wq", "wk", "wv")
+        styles = sequence_gathered("wq", *self._keys_and_values())
         for name in ("sinks", "short_conv.q", "short_conv.k", "short_conv.v"):
             if getattr(self, name.partition(".")[0]) is not None:
                 styles[name] = LocalParameter()
@@ -275,6 +287,8 @@ class Attention(Branch):
                 else SequenceParallel(sequence_dim=2, use_local_output=True)
             )
             styles |= {"q_norm": norm, "k_norm": norm}
+        if self.k_norm is None:
+            styles.pop("k_norm", None)
         return styles
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
@@ -288,3 +302,50 @@ class Attention(Branch):
         if self.short_conv is not None and ranks > 1:
             styles["short_conv.inner_convolution"] = ContextParallelConvolution()
         return styles
+
+
+class SharedKeysAttention(Attention):
+    """Attention of queries to the keys and values of an earlier layer.
+
+    Args:
+        dim: As in `Attention`.
+        args: The record.
+        norms: As in `Attention`.
+        branches: As in `Attention`.
+    """
+
+    def __init__(
+        self, dim: int, args: SharedKeysArgs, norms: NormArgs, *, branches: int = 1
+    ) -> None:
+        super().__init__(dim, args, norms, branches=branches)
+        self.wk = self.wv = self.k_norm = None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        freqs_cis: torch.Tensor | None,
+        attention_plan: torch.Tensor | None = None,
+        *,
+        keys: Sequence[torch.Tensor],
+        positions: torch.Tensor | None = None,
+        **adapter_inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the output, (B, S, dim).
+
+        Args:
+            x: (B, S, dim).
+            freqs_cis: Rotary table. None if the layer rotates nothing.
+            attention_plan: Handle of the open plan. None without a plan.
+            keys: Rotated keys, and values, of the earlier layer, (B, K, S, D) each.
+            positions: Not used.
+            **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
+        """
+        q = self.wq(x, **adapter_inputs).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
+        q = q if self.q_norm is None else self.q_norm(q)
+        if self.rotate is not None:
+            q = self.rotate(q, freqs_cis.narrow(-3, 0, q.shape[1]))
+        sinks = self.sinks() if self.sinks is not None else None
+        out = self.inner_attention.run(
+            q.transpose(1, 2), *keys, scale=self.args.scale, sinks=sinks, plan=attention_plan
+        )
+        return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)

@@ -3,10 +3,10 @@ r"""The layers of a decoder: a mixer with its feed-forward network, and layers t
     x -> norm -> mixer -> norm -> + -> norm -> feed-forward or experts -> norm -> + ->
      \__________________________/ \____________________________________________/
 
-Each norm is optional. A mixer is attention or linear attention.
+Each norm is optional. A mixer is attention or linear attention. A third branch may follow, with the layer's own input.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -14,10 +14,12 @@ from torch import nn
 from trainer.families.args import expert_layers
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.feed_forward_args import DenseArgs, FeedForwardArgs
+from trainer.families.layer_kinds import key_sources
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
-from trainer.families.mixers import AttentionArgs, LatentAttentionArgs, Mixer
-from trainer.models.attention import Attention
-from trainer.models.feed_forward import FeedForward
+from trainer.families.mixers import AttentionArgs, LatentAttentionArgs, Mixer, SharedKeysArgs
+from trainer.models.attention import Attention, SharedKeysAttention
+from trainer.models.beside_dense import ExpertsBesideDense
+from trainer.models.feed_forward import FeedForward, gated
 from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from trainer.models.moe import MoE
@@ -27,6 +29,7 @@ from trainer.parallel.tensor_parallel import Styles, tokens_divided
 
 MIXERS: dict[type[Mixer], Callable[..., nn.Module]] = {
     AttentionArgs: Attention,
+    SharedKeysArgs: SharedKeysAttention,
     LatentAttentionArgs: LatentAttention,
     GatedDeltaArgs: GatedDeltaNet,
     KimiDeltaArgs: KimiDeltaAttention,
@@ -47,6 +50,10 @@ def build_feed_forward(args: TransformerArgs, feed_forward: FeedForwardArgs) -> 
         return FeedForward(args.dim, feed_forward, branches=branches)
     coefficient = args.router_aux_loss_coef / len(expert_layers(args))
     rates = {"aux_loss_coef": coefficient, "bias_update_rate": args.router_bias_update_rate}
+    if feed_forward.beside_dense:
+        return ExpertsBesideDense(
+            args.dim, feed_forward, args.norms, branches=branches, **rates
+        )
     return MoE(args.dim, feed_forward, branches=branches, **rates)
 
 
@@ -72,6 +79,16 @@ class TransformerBlock(nn.Module):
         self.has_experts = record.has_experts
         self.theta = record.mixer.rope_theta
         self.residual_scale = args.residual_scale
+        self.gives_keys = layer in key_sources(args.kinds).values()
+        if self.gives_keys:
+            self.attention.gives_keys = True
+        self.activation = args.activation
+        self.input_gate = None
+        if record.input_dim:
+            self.input_gate = nn.Linear(args.dim, record.input_dim, bias=False)
+            self.input_projection = nn.Linear(record.input_dim, args.dim, bias=False)
+            self.input_norm = build_norm(norms, args.dim)
+        self.register_buffer("layer_scalar", torch.ones(1) if args.layer_scalar else None)
         self.tiles = 1
         """Parts of the sequence in which the norm, the feed-forward network and the residual sum are computed."""
 
@@ -81,18 +98,39 @@ class TransformerBlock(nn.Module):
         freqs_cis: torch.Tensor | None,
         attention_plan: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
+        *,
+        keys: Sequence[torch.Tensor] | None = None,
+        layer_input: torch.Tensor | None = None,
         **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the output, (B, S, dim).
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Return the output, (B, S, dim). If it gives its keys and values, they follow: (B, K, S, D) twice.
 
         Args:
             x: (B, S, dim).
             freqs_cis: Rotary table of this layer's frequencies. None if the layer rotates nothing.
             attention_plan: Handle of the open plan. None without a plan.
             positions: (B, S), -1 for padding. None without packed documents.
+            keys: Keys and values of an earlier layer, if the layer shares them.
+            layer_input: The layer's own input, (B, S, channels). None: it has none.
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
-        x = self.with_attention(x, freqs_cis, attention_plan, positions, **adapter_inputs)
+        shared = adapter_inputs if keys is None else {**adapter_inputs, "keys": keys}
+        out = self.with_attention(x, freqs_cis, attention_plan, positions, **shared)
+        x, *own_keys = out if self.gives_keys else (out,)
+        x = self._with_network(x, positions, adapter_inputs)
+        if layer_input is not None:
+            own = gated(self.activation, self.input_gate(x), layer_input)
+            x = self._with_branch(x, self.input_projection(own), self.input_norm)
+        x = x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
+        return (x, *own_keys) if own_keys else x
+
+    def _with_network(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor | None,
+        adapter_inputs: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Add the output of the experts, or of the feed-forward network, to x, (B, S, dim)."""
         if self.has_experts:
             return self.with_experts(x, positions)
         # With sequence parallelism x has this rank's tokens, and the network sees all tokens: (B, S / tp, tp).
@@ -116,7 +154,7 @@ class TransformerBlock(nn.Module):
         attention_plan: torch.Tensor | None,
         positions: torch.Tensor | None,
         **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Add the output of the mixer to x, (B, S, dim).
 
         Args:
@@ -124,16 +162,18 @@ class TransformerBlock(nn.Module):
             freqs_cis: As in `forward`.
             attention_plan: As in `forward`.
             positions: As in `forward`.
-            **adapter_inputs: As in `forward`.
+            **adapter_inputs: As in `forward`, and its `keys`.
 
         Returns:
-            (B, S, dim).
+            (B, S, dim). If the layer gives its keys and values, they follow.
         """
         normed = x if self.attention_norm is None else self.attention_norm(x)
         out = self.attention(
             normed, freqs_cis, attention_plan, positions=positions, **adapter_inputs
         )
-        return self._with_branch(x, out, self.attention_post_norm)
+        out, *own_keys = out if self.gives_keys else (out,)
+        x = self._with_branch(x, out, self.attention_post_norm)
+        return (x, *own_keys) if own_keys else x
 
     def with_experts(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
         """Add the output of the experts to x. It is not compiled: only the routing knows the numbers of rows.
@@ -146,8 +186,10 @@ class TransformerBlock(nn.Module):
             (B, S, dim).
         """
         normed = x if self.ffn_norm is None else self.ffn_norm(x)
+        beside = {"residual": x} if isinstance(self.feed_forward, ExpertsBesideDense) else {}
         # positions tell the router which tokens are padding
-        return self._with_branch(x, self.feed_forward(normed, positions), self.ffn_post_norm)
+        out = self.feed_forward(normed, positions, **beside)
+        return self._with_branch(x, out, self.ffn_post_norm)
 
     def with_feed_forward(
         self, x: torch.Tensor, rows: torch.Tensor | None = None
@@ -170,7 +212,10 @@ class TransformerBlock(nn.Module):
     def tensor_parallel_styles(self) -> Styles:
         """Return how tensor-parallel ranks divide the norms: each rank normalises its own tokens."""
         norms = "attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm"
-        return tokens_divided(name for name in norms if getattr(self, name) is not None)
+        styles = tokens_divided(name for name in norms if getattr(self, name) is not None)
+        if self.input_gate is not None:
+            styles |= tokens_divided(("input_gate", "input_projection", "input_norm"))
+        return styles
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:
         """Return the methods that are compiled if the block is not compiled as a whole."""

@@ -7,8 +7,10 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from longshard.context.live import own_positions, with_layer
 from longshard.sharding.tensors import wide_type
 from trainer.families.args import all_layers
 from trainer.families.decoder_args import TransformerArgs
+from trainer.families.layer_kinds import key_sources
 from trainer.models.block import FurtherTokenLayer, TransformerBlock
 from trainer.models.initialization import fill
 from trainer.models.moe import routers_of
@@ -24,9 +27,14 @@ from trainer.models.norms import build_norm
 from trainer.models.rotary import freqs_cis_at, rope_frequencies
 
 
-def _own(theta: float) -> str:
-    """Return the buffer name of the frequencies of layers that have their own base."""
-    return f"frequencies_of_{theta}".replace(".", "_")
+def _own(theta: float | None) -> str:
+    """Return the buffer name of the frequencies of layers with this base. None: the frequencies of the model."""
+    return "frequencies" if theta is None else f"frequencies_of_{theta}".replace(".", "_")
+
+
+def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return x times a scale, which is rounded to the dtype of x: sqrt(3072) is 55.5 in bfloat16."""
+    return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
 
 class CappedOutput(nn.Linear):
@@ -70,6 +78,12 @@ class Transformer(nn.Module):
             for i in all_layers(args)
         }
         self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in kinds.items()})
+        self.layer_embeddings = self.layer_projection = self.layer_projection_norm = None
+        if args.per_layer_dim:
+            self.layer_embeddings = nn.Embedding(args.vocab_size, args.layer_channels)
+            self.layer_projection = nn.Linear(args.dim, args.layer_channels, bias=False)
+            self.layer_projection_norm = build_norm(args.norms, args.per_layer_dim)
+        self.key_sources = key_sources(args.kinds)
         self.norm = build_norm(args.norms, args.dim)
         further = all_layers(args)[args.n_layers :]
         self.mtp_norms = nn.ModuleDict({str(i): deepcopy(self.norm) for i in further})
@@ -82,12 +96,11 @@ class Transformer(nn.Module):
         self.output = kind(args.dim, args.vocab_size)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        pairs = args.table_dim // 2
         self.thetas = sorted(
             {theta for i in all_layers(args) if (theta := args.layer(i).mixer.rope_theta)}
         )
-        self.register_buffer("frequencies", torch.empty(pairs), persistent=False)
-        for theta in self.thetas:
+        for theta in (None, *self.thetas):
+            pairs = sum(args.rotary_sizes(theta)) // 2
             self.register_buffer(_own(theta), torch.empty(pairs), persistent=False)
         self.rotary_dtype = torch.float32
         self.by_length = False
@@ -119,12 +132,17 @@ class Transformer(nn.Module):
         x = x if self.tok_embeddings is None else self._embedded(x)
         if next_tokens is not None:
             x, *embedded = x.chunk(1 + next_tokens.shape[-1])
+        own_inputs = self._layer_inputs(tokens, x)
+        keys_of: dict[int, Sequence[torch.Tensor]] = {}
 
         def through(number: str, x: torch.Tensor) -> torch.Tensor:
+            own = self._inputs_of(int(number), own_inputs, keys_of) | adapter_inputs
             table = tables.get(self.layers[number].theta)
-            return self.layers[number](
-                x, table, with_layer(attention_plan, int(number)), positions, **adapter_inputs
-            )
+            plan = with_layer(attention_plan, int(number))
+            x = self.layers[number](x, table, plan, positions, **own)
+            if self.layers[number].gives_keys:
+                x, *keys_of[int(number)] = x
+            return x
 
         before_norm = [number for number in self.layers if int(number) < self.args.n_layers]
         for number in before_norm:
@@ -135,19 +153,50 @@ class Transformer(nn.Module):
             return torch.cat([x, *embedded]) if embedded else x
         x = self.norm(x)
         if embedded:
-            hidden = [x]
-            further = list(self.layers)[len(before_norm) :]
-            for number, next_embedding in zip(further, embedded, strict=True):
-                x = through(number, torch.cat([next_embedding, hidden[-1]], -1))
-                hidden.append(self.mtp_norms[number](x))
-            x = torch.cat(hidden)
+            x = self._with_further(x, embedded, through)
         return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tok_embeddings(tokens)
-        scale = self.args.embedding_scale
-        # Round the scale to the dtype of embeddings: sqrt(3072) is 55.5 in bfloat16.
-        return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
+        return _scaled(self.tok_embeddings(tokens), self.args.embedding_scale)
+
+    def _with_further(
+        self,
+        x: torch.Tensor,
+        embedded: Sequence[torch.Tensor],
+        through: Callable[[str, torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return x, and after it the hidden states of further tokens: (B (1 + K), S, dim)."""
+        hidden = [x]
+        for number, next_embedding in zip(self.mtp_norms, embedded, strict=True):
+            x = through(number, torch.cat([next_embedding, hidden[-1]], -1))
+            hidden.append(self.mtp_norms[number](x))
+        return torch.cat(hidden)
+
+    def _inputs_of(
+        self,
+        layer: int,
+        own_inputs: torch.Tensor | None,
+        keys_of: Mapping[int, Sequence[torch.Tensor]],
+    ) -> dict[str, Any]:
+        """Return what a layer gets besides the output of the layer before: its own input, and shared keys."""
+        own = {} if own_inputs is None else {"layer_input": own_inputs[:, :, layer]}
+        source = self.key_sources.get(layer)
+        return own if source is None else own | {"keys": keys_of[source]}
+
+    def _layer_inputs(
+        self, tokens: torch.Tensor, embedded: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return the own inputs of all layers, (B, S, layers, channels). None if layers have none.
+
+        Each is the mean of the layer's own embedding and of a projection of the token's embedding, times sqrt(2).
+        """
+        if self.layer_embeddings is None:
+            return None
+        each = self.args.n_layers, self.args.per_layer_dim
+        own = _scaled(self.layer_embeddings(tokens), self.args.per_layer_dim**0.5)
+        context = self.layer_projection(embedded) * self.args.dim**-0.5
+        context = self.layer_projection_norm(context.unflatten(-1, each))
+        return (context + own.unflatten(-1, each)) * 2**-0.5
 
     def _freqs_cis(
         self,
@@ -169,12 +218,11 @@ class Transformer(nn.Module):
         kinds |= {theta: (self.get_buffer(_own(theta)), None) for theta in self.thetas}
         used = {layer.theta for layer in self.layers.values()}
         tables = {theta: kind for theta, kind in kinds.items() if theta in used}
-        options = {
-            "dtype": self.rotary_dtype,
-            "unrotated": self.args.table_dim - self.args.rotary_dim,
-        }
+        dtype = self.rotary_dtype
+        unrotated = {theta: self.args.rotary_sizes(theta)[1] for theta in tables}
         return {
-            theta: freqs_cis_at(positions, *kind, **options) for theta, kind in tables.items()
+            theta: freqs_cis_at(positions, *kind, dtype, unrotated=unrotated[theta])
+            for theta, kind in tables.items()
         }
 
     def init_buffers(self, device: torch.device) -> None:
@@ -185,13 +233,15 @@ class Transformer(nn.Module):
         """
         args = self.args
         self.rotary_dtype = wide_type(next(self.parameters()).dtype)
-        rotated = args.rotary_dim
-        unrotated = args.table_dim - args.rotary_dim
         self._set_frequencies(args.max_seq_len, device)
         for theta in self.thetas:
+            rotated, unrotated = args.rotary_sizes(theta)
             setattr(
                 self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device)
             )
+        for layer in self.layers.values():
+            if layer.layer_scalar is not None:
+                layer.layer_scalar = torch.ones(1, dtype=self.rotary_dtype, device=device)
         for router in routers_of([self]).values():
             router.init_buffers(device)
 
@@ -216,9 +266,9 @@ class Transformer(nn.Module):
 
     def _set_frequencies(self, longest: int, device: torch.device) -> None:
         args = self.args
-        unrotated = args.table_dim - args.rotary_dim
+        rotated, unrotated = args.rotary_sizes(None)
         frequencies = rope_frequencies(
-            args.rotary_dim, args.rope_theta, args.rope_scaling, unrotated, longest
+            rotated, args.rope_theta, args.rope_scaling, unrotated, longest
         )
         self.frequencies = frequencies.to(device)
 
@@ -237,6 +287,8 @@ class Transformer(nn.Module):
         if name == "tok_embeddings.weight":
             scale = 0.02 if self.args.tie_embeddings else 1.0 / self.args.embedding_scale
             parameter.normal_(0.0, scale, generator=generator)
+        elif name == "layer_embeddings.weight":
+            parameter.normal_(0.0, self.args.per_layer_dim**-0.5, generator=generator)
         elif name == "output.weight":
             parameter.normal_(0.0, 1.0 / parameter.shape[1], generator=generator)
         else:

@@ -27,7 +27,8 @@ Outputs = Callable[..., torch.Tensor]
 # torch 2.13 made it public
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
-# of gpt-oss
+CLAMPED = "clamped"
+"""The unit of gpt-oss in place of an activation."""
 _LIMIT = 7.0
 _STEEPNESS = 1.702
 
@@ -69,7 +70,7 @@ class Experts(nn.Module):
         self.adapter_scale = 0.0
         number = args.number
         hidden = args.hidden_dim
-        self.clamped = args.clamped
+        self.activation = CLAMPED if args.clamped else args.activation
         self.w13 = nn.Parameter(torch.empty(number, 2 * hidden, dim))
         self.w2 = nn.Parameter(torch.empty(number, dim, hidden))
         self.b13 = nn.Parameter(torch.empty(number, 2 * hidden)) if args.biases else None
@@ -142,7 +143,7 @@ class Experts(nn.Module):
         if not getattr(self, "adapters_on", True):
             parameters = {name: p for name, p in parameters.items() if not is_adapter(name)}
         experts = ExpertWeights(**parameters)
-        how = {"clamped": self.clamped, "scale": self.adapter_scale}
+        how = {"activation": self.activation, "scale": self.adapter_scale}
         sizes = self.routing.pairs if sizes is None else sizes
         return expert_sums(x, chosen, weights, experts, **how, sizes=sizes)
 
@@ -153,7 +154,7 @@ def expert_sums(
     weights: torch.Tensor,
     experts: ExpertWeights,
     *,
-    clamped: bool,
+    activation: str = "silu",
     scale: float = 0.0,
     sizes: Sequence[int] | Callable[[torch.Tensor, int], Sequence[int]] = ROUTING.pairs,
 ) -> torch.Tensor:
@@ -164,7 +165,7 @@ def expert_sums(
         chosen: (N, k), int64. A choice of E or more counts as zero: the expert is on another rank.
         weights: (N, k).
         experts: The weights of E experts.
-        clamped: Use the clamped unit of gpt-oss instead of SwiGLU.
+        activation: A name of `ACTIVATIONS`, or `CLAMPED`.
         scale: Factor of what adapters add.
         sizes: Number of pairs of each expert, known to the host. Or a function that counts them if there is no grouped
             product; then all choices are of the E experts.
@@ -174,7 +175,7 @@ def expert_sums(
     owner = chosen.flatten()[order]
     token = order.div(chosen.shape[1], rounding_mode="floor")
     rows = x.index_select(0, token)
-    outputs = partial(_outputs, clamped=clamped, scale=scale)
+    outputs = partial(_outputs, activation=activation, scale=scale)
     ranks = [a.shape[1] for a in (experts.w13_lora_a, experts.w2_lora_a) if a is not None]
     widths = rows.shape[1], experts.w2.shape[2], *ranks
     if pairs and has_grouped_product(str(rows.dtype).removeprefix("torch."), *widths):
@@ -247,7 +248,7 @@ def _outputs(
     experts: ExpertWeights,
     linear: Callable[..., torch.Tensor],
     *,
-    clamped: bool,
+    activation: str,
     scale: float,
 ) -> torch.Tensor:
     """Return the outputs of rows. linear: (rows, weight, bias or None) -> rows, for one expert or for many."""
@@ -260,20 +261,20 @@ def _outputs(
     hidden = adapted(
         rows, linear(rows, experts.w13, experts.b13), experts.w13_lora_a, experts.w13_lora_b
     )
-    hidden = _gated(hidden, clamped=clamped)
+    hidden = _gated(hidden, activation)
     return adapted(
         hidden, linear(hidden, experts.w2, experts.b2), experts.w2_lora_a, experts.w2_lora_b
     )
 
 
-def _gated(hidden: torch.Tensor, *, clamped: bool) -> torch.Tensor:
-    """Return SwiGLU (arXiv 2002.05202), or the clamped unit of gpt-oss (arXiv 2508.10925).
+def _gated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+    """Return SwiGLU or GEGLU (arXiv 2002.05202), or the clamped unit of gpt-oss (arXiv 2508.10925).
 
     (R, 2 * hidden) -> (R, hidden).
     """
     gate, up = hidden.chunk(2, dim=-1)
-    if not clamped:
-        return gated("silu", gate, up)
+    if activation != CLAMPED:
+        return gated(activation, gate, up)
     gate = gate.clamp(max=_LIMIT)
     up = up.clamp(-_LIMIT, _LIMIT)
     return (up + 1) * gate * torch.sigmoid(_STEEPNESS * gate)

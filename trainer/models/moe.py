@@ -200,7 +200,7 @@ class MoE(nn.Module):
         )
         self.experts = Experts(dim, args, branches=branches)
         self.shared = (
-            FeedForward(dim, DenseArgs(args.shared_dim), branches=branches)
+            FeedForward(dim, DenseArgs(args.shared_dim, args.activation), branches=branches)
             if args.shared_dim
             else None
         )

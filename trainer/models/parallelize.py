@@ -91,11 +91,17 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
         input_layouts=Shard(1), output_layouts=logits, use_local_output=logits == Replicate()
     )
     ends = {
-        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        **dict.fromkeys(
+            ("tok_embeddings", "layer_embeddings"),
+            RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        ),
+        **tokens_divided(("layer_projection", "layer_projection_norm")),
         "norm": SequenceParallel(use_local_output=True),  # a pipeline stage may end here
         "output": VocabularyParallel() if job.loss_chunk_tokens else to_logits,
     }
-    styles = {name: style for name, style in ends.items() if getattr(model, name) is not None}
+    styles = {
+        name: style for name, style in ends.items() if getattr(model, name, None) is not None
+    }
     styles |= tokens_divided(
         f"mtp_norms.{number}" for number in getattr(model, "mtp_norms", ())
     )
@@ -179,6 +185,7 @@ def _data_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> No
     tied = model.args.tie_embeddings
     in_order = [
         *([] if tied or model.tok_embeddings is None else [model.tok_embeddings]),
+        *([own] if (own := getattr(model, "layer_embeddings", None)) is not None else []),
         *model.layers.values(),
     ]
     exact = [module for module in model.modules() if isinstance(module, Decay)]

@@ -40,7 +40,9 @@ def _scaled_frequencies(
     frequencies = theta**-exponents
     if scaling is None:
         return frequencies
-    if scaling.kind == "linear":
+    if scaling.kind == "proportional":
+        frequencies[int(scaling.share * head_dim // 2) :] = 0.0
+    if scaling.kind in ("linear", "proportional"):
         return frequencies / scaling.factor
     if scaling.kind == "longrope":
         factors = (
