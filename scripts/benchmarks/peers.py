@@ -137,7 +137,8 @@ def measure(setting: Setting, layouts: Sequence[str], repeats: int) -> dict[str,
     trained = {layout: rows[layout] for layout in layouts}
     theirs = {name: rows[name] for name in case.peers}
     result = {"tokens": tokens, "lct train": trained, "peers": theirs, "differences": differences(trained, theirs)}
-    result["predicted_gib"] = {name: round(size, 2) for name, size in memory(setting).items()}
+    if setting.name != "dpo":  # the planner does not trace the reference of preferences
+        result["predicted_gib"] = {name: round(size, 2) for name, size in memory(setting).items()}
     return result | ({"float64": in_float64(setting, steps)} if setting.name == "sft" else {})
 
 
@@ -199,7 +200,7 @@ def memory_sentence(cases: Mapping[str, Mapping[str, Any]]) -> str:
         f"{case['predicted_gib']['allocated'] + case['predicted_gib']['process']:.1f} and "
         f"{case['lct train']['1 rank']['peak_gib']:.1f} GiB ({name})"
         for name, case in cases.items()
-        if "1 rank" in case["lct train"]
+        if "1 rank" in case["lct train"] and "predicted_gib" in case
     ]
     return f"Predicted and measured on one rank: {', '.join(compared)}."
 
@@ -253,7 +254,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = {key: x for key, x in asdict(setting).items() if key in ("steps", "seq_len", "threads")}
             kept[name] = shown | {"repeats": args.repeats, "made_with": head} | measure(setting, layouts, args.repeats)
             print(table({name: kept[name]}) + "\n", flush=True)
-            print(memory_sentence({name: kept[name]}) + "\n", flush=True)
+            if "predicted_gib" in kept[name]:
+                print(memory_sentence({name: kept[name]}) + "\n", flush=True)
             if name == "sft":
                 print(sentence(kept[name]) + "\n", flush=True)
             if args.json:

@@ -54,10 +54,9 @@ def hf_tensor(
 ) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter. None for a buffer of routers without a counterpart.
 
-    In the name of experts, {} is the number of an expert, and several names divide its rows; without {}, it is the
-    whole name of one tensor with all experts. With {}, a folder may have transformers' one tensor instead. Modules of
-    one name have parts of one tensor. The two rows of a rotary pair are adjacent here, and half of the rotated share of
-    a head apart there.
+    In the name of experts, {} is the number of an expert, and several names divide its rows; a folder may also have one
+    tensor. Without {}, it is the whole name of one tensor. Modules of one name have parts of one tensor. The two rows
+    of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
 
     Args:
         args: The arguments of the model.
