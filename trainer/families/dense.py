@@ -175,7 +175,8 @@ def _first_shared(config: Entries, kinds: Sequence[str]) -> int:
     first = len(kinds) - shared
     if first < 1 or {*kinds[:first]} != {*kinds}:
         raise ConfigError(
-            f"{config.file}: {key} = {shared} must leave a layer of each kind with keys and values of its own"
+            f"{config.file}: {key} = {shared} must leave a layer of each kind with keys and "
+            "values of its own"
         )
     return first
 
@@ -333,5 +334,6 @@ FAMILIES = {
         },
         activation=GELU,
         rope_types=("proportional",),
+        images_type="gemma4",
     ),
 }

@@ -10,8 +10,11 @@ if TYPE_CHECKING:
     import torch
 
 Shape = tuple[int, ...]
-LEFT_ASIDE = "model.visual."
-"""Name prefix of tensors that are not read of a folder whose model reads images, too."""
+LEFT_ASIDE = tuple(
+    f"model.{part}."
+    for part in ("visual", "vision_tower", "embed_vision", "audio_tower", "embed_audio")
+)
+"""Name prefixes of tensors that are not read of a folder whose model reads images, too."""
 _TEXT, _TEXT_INSIDE = "model.", "model.language_model."
 """Name prefixes of the tensors of a model of text: in a folder of its own, and in a folder with `LEFT_ASIDE`."""
 
@@ -102,7 +105,7 @@ class HFModel:
                 _inside_name(second): _inside_name(first)
                 for second, first in self.second_names.items()
             }
-            unread = (*map(_inside_name, self.unread), LEFT_ASIDE)
+            unread = (*map(_inside_name, self.unread), *LEFT_ASIDE)
             inside = replace(self, pairs=pairs, second_names=second_names, unread=unread)
         stored = {
             ours: (x, other if (other := hf.other_form) and other.name in names else hf)
