@@ -2,6 +2,8 @@
 
     python scripts/set_version.py 0.3.0            # trainer/__init__.py, CITATION.cff and CHANGELOG.md
     python scripts/set_version.py --check 0.3.0    # exit code 1 if one of them has another version
+
+A version that a file cannot take changes no file.
 """
 
 import argparse
