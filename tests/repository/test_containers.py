@@ -1,4 +1,4 @@
-"""Laws of docker/, without docker: what is copied exists, what is installed is declared, and its program runs."""
+"""Laws of docker/, without docker: copied files exist, extras are declared, and the installed program runs."""
 
 import json
 import os
