@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
 PROGRAM = ("longshard", "trainer", "lct_planner", "lct_tools", "scripts")
-EVERYTHING = [*PROGRAM, "examples", "tests", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+EVERYTHING = [*PROGRAM, "examples", "tests", "docs", *sorted(path.name for path in ROOT.glob("*.md"))]
 CONSTRUCTIONS = re.compile(  # with escaped spaces, this list does not count itself
     r"(?i)\b(those\ of|that\ of|what\ is|what\ are|what\ of|of\ which|of\ whom|such\ of|the\ one\ of|as\ many\ as|"
     r"so\ many|beside|in\ the\ place\ of|but\ for|none\ that|(?:is|are|was|were)\ told|dealt|(?:has|have)\ such)\b"

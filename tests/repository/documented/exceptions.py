@@ -33,6 +33,46 @@ _SERVED = (
     "until grep -qs answers served.log; do kill -0 $server; sleep 0.2; done; "
 )
 
+_OF_A_RELEASE = [
+    Instead(
+        r"pip install build twine",
+        why="it needs the network; the workflow installs the same",
+        instead=r"grep -- '-m \g<0>' .github/workflows/release.yml",
+    ),
+    Instead(
+        r"python -m (build|twine check --strict dist/\*)",
+        why="it needs the packages above; test_package.py builds the wheel, and the workflow runs the same",
+        instead=r"grep 'run: \g<0>' .github/workflows/release.yml",
+    ),
+    Instead(
+        r"pip --python outputs/clean (install dist/\*\.whl --extra-index-url \S+)",
+        why="it needs the network; the workflow runs the same",
+        instead=r"grep -F -- '\1' .github/workflows/release.yml",
+    ),
+    Instead(
+        r"bash (\.ci/try_package) outputs/clean/bin/lct",
+        why="test_github.py runs it with the program of this repository",
+        instead=r"bash -n \1",
+    ),
+    Instead(
+        r"git (commit|tag|push) .*",
+        why="the next page starts from this history, and a push needs an account",
+        instead=r"git \1 -h | grep '^usage: git \1'; true",
+        says=r"^usage: git",
+    ),
+    Instead(
+        r"docker build --build-arg IMAGE=\S+ -f (\S+) -t \S+ \.",
+        why="it needs docker and the network; test_containers.py runs the steps that need neither",
+        instead=r"grep '^ARG IMAGE=' \1",
+    ),
+    Instead(
+        r"docker pull (\S+)",
+        why="it needs docker and the network; the image must be the one of a file",
+        instead=r"grep '^ARG IMAGE=\1$' docker/*.Dockerfile",
+    ),
+    Instead(r"docker (run|push) .*", why="it needs docker, and images that it has built"),
+]
+
 EXCEPTIONS = [
     Instead(
         r"make (chat|test|test-wide|check|check-all|test-all|test-versions|mutants)",
@@ -124,6 +164,7 @@ EXCEPTIONS = [
         code=2,
         says="is not found at the Hugging Face hub",
     ),
+    *_OF_A_RELEASE,
 ]
 
 

@@ -22,7 +22,7 @@ PAGES = [
 ]
 _PROGRAMS = [
     *("lct", "curl", "make", "python", "python3", "torchrun", "pip", "git", "tensorboard", "./run_llama_train.sh"),
-    *("sbatch", "scancel", "kill", "export", "source", "mkdir", "cp"),
+    *("sbatch", "scancel", "kill", "export", "source", "mkdir", "cp", "bash", "docker"),
 ]
 _PROGRAM = rf"({'|'.join(map(re.escape, _PROGRAMS))}|\.venv/bin/\S+)(\s|$)"
 _COMMAND = re.compile(rf"(\$ )?([A-Z_]+=\S+ )*({_PROGRAM}|for \w+ in [^:]*;)")
