@@ -309,10 +309,7 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "training.enable_cpu_offload": Seen(
         "--training.enable_cpu_offload",
-        lambda off, on: (
-            (off.policies, off.optimizer) == ([], (True, False))
-            and (set(on.policies), on.optimizer) == ({"CPUOffloadPolicy"}, (False, True))
-        ),
+        lambda off, on: not off.policies and {*on.policies} == {"CPUOffloadPolicy"},
     ),
     "training.seed": Seen("--training.seed=1", _other("initial")),
     "training.deterministic": Seen(_MANY, _becomes("deterministic", False, True)),

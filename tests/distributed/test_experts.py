@@ -295,7 +295,7 @@ def tables_case(arguments: list[str]) -> Counter[tuple[int, ...]]:
 def test_the_host_reads_one_table_of_counts_a_layer_and_forward(
     pool: WorkerPool, recomputed: str, readings: int
 ) -> None:
-    settings = [*EXPERTS, *degrees(dp_shard=2), ep(2), ac(recomputed)]
+    settings = [*EXPERTS, *degrees(dp_shard=2), ep(2), ac(recomputed), "--optimizer.implementation=foreach"]
     for shapes in pool.run(2, tables_case, settings):
         layers, micro_batches = 2, 2
         assert shapes == {(2, 2 + 4): layers * micro_batches * readings, TOTALS: 1}

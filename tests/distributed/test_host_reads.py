@@ -81,14 +81,14 @@ def reads_case(arguments: list[str], planted: bool = False) -> tuple[dict[str, i
 
 TOTALS, HANDLE = (10,), (2,)  # loss, norm and eight votes; the plan of two sequences, which is in host memory
 UPDATE, BACKWARD = ("update",), ("backward",)
-FUSED = ["--optimizer.implementation=fused"]
+FUSED, LISTS = (["--optimizer.implementation=" + name] for name in ("fused", "foreach"))
 DOCUMENTS = ["--training.attention_mask=document"]
 CASES = {
-    "fsdp": (2, degrees(dp_shard=2), {}),
-    "cp": (2, degrees(cp=2), {}),
-    "cp, documents": (2, [*degrees(cp=2), *DOCUMENTS], {}),
-    "tp": (2, degrees(tp=2), {}),
-    "pp": (2, degrees(pp=2), {}),
+    "fsdp": (2, [*degrees(dp_shard=2), *LISTS], {}),
+    "cp": (2, [*degrees(cp=2), *LISTS], {}),
+    "cp, documents": (2, [*degrees(cp=2), *DOCUMENTS, *LISTS], {}),
+    "tp": (2, [*degrees(tp=2), *LISTS], {}),
+    "pp": (2, [*degrees(pp=2), *LISTS], {}),
     "fsdp, fused": (2, [*degrees(dp_shard=2), *FUSED], {}),
     "cp and tp, fused": (4, [*degrees(cp=2, tp=2), *FUSED], {}),
 }
