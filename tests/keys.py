@@ -122,7 +122,7 @@ _DECAY = "--lr_scheduler.warmup_steps=0"
 # One run for several keys; each key shows in another place.
 _MANY = (
     "--job.description=what-it-is-for --metrics.enable_tensorboard "
-    "--optimizer.implementation=foreach --training.deterministic --checkpoint.enable "
+    "--optimizer.implementation=fused --training.deterministic --checkpoint.enable "
     "--checkpoint.folder=c --checkpoint.interval=2 --comm.init_timeout_seconds=77 --comm.train_timeout_seconds=88 "
     "--comm.checkpoint_timeout_seconds=99 --comm.trace_buf_size=123"
 )
@@ -220,7 +220,7 @@ EFFECTS: dict[str, str | Seen] = {
         lambda off, on: off.losses[:2] == on.losses[:2] and off.final != on.final,
         "--optimizer.state_dtype=bfloat16",
     ),
-    "optimizer.implementation": Seen(_MANY, _becomes("optimizer", (False, True), (True, False))),
+    "optimizer.implementation": Seen(_MANY, _becomes("optimizer", (True, False), (False, True))),
     "optimizer.qk_clip": "tests/distributed/test_qk_clip.py::test_no_logit_stays_above_the_bound",
     "optimizer.groups": "tests/distributed/test_muon.py::test_rates_and_decays_by_name",
     # ---- muon
@@ -309,7 +309,10 @@ EFFECTS: dict[str, str | Seen] = {
     ),
     "training.enable_cpu_offload": Seen(
         "--training.enable_cpu_offload",
-        lambda off, on: not off.policies and {*on.policies} == {"CPUOffloadPolicy"},
+        lambda off, on: (
+            (off.policies, off.optimizer) == ([], (True, False))
+            and (set(on.policies), on.optimizer) == ({"CPUOffloadPolicy"}, (False, True))
+        ),
     ),
     "training.seed": Seen("--training.seed=1", _other("initial")),
     "training.deterministic": Seen(_MANY, _becomes("deterministic", False, True)),

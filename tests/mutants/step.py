@@ -813,10 +813,10 @@ ROUNDING = (
         "tests/unit/test_job.py::test_replicas_with_offload_are_refused_on_gpus_alone",
     ),
     Mutant(
-        "the update is not fused by default",
-        "trainer/config/optimizer.py",
-        'return "fused" if self.implementation == "auto" else self.implementation',
-        'return "foreach" if self.implementation == "auto" else self.implementation',
-        "tests/unit/test_components.py::test_the_optimizer_is_fused_by_default",
+        "the update on the host is not fused on CPUs",
+        "trainer/job/resolution.py",
+        'implementation = "fused"',
+        "pass",
+        "tests/unit/test_job.py::test_the_update_on_the_host_is_fused_whatever_the_device",
     ),
 )

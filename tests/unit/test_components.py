@@ -65,11 +65,11 @@ def test_optimizer_settings_arrive(name: str, implementation: str):
         )
 
 
-def test_the_optimizer_is_fused_by_default():
-    assert Optimizer().chosen_implementation == "fused"
-    assert Optimizer(implementation="for-loop").chosen_implementation == "for-loop"
+def test_the_optimizer_is_fused_on_gpus_by_default():
+    assert [Optimizer().implementation_on(device) for device in ("cuda", "cpu")] == ["fused", "foreach"]
+    assert Optimizer(implementation="for-loop").implementation_on("cuda") == "for-loop"
     (group, *_) = build_optimizer([build(dtype=torch.float32)], JobConfig()).param_groups
-    assert (bool(group["foreach"]), bool(group["fused"])) == (False, True)
+    assert (bool(group["foreach"]), bool(group["fused"])) == (True, False)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -97,7 +97,8 @@ def build_optimizer(
     rounding = Rounding(
         names, seed=config.training.seed, stochastic=settings.rounding == "stochastic"
     )
-    implementation = settings.chosen_implementation
+    device = next(nn.ModuleList(model_parts).parameters()).device.type
+    implementation = settings.implementation_on(device)
     adam = _adam(
         [group for group in groups if group["params"]], config, rounding, implementation
     )

@@ -93,7 +93,7 @@ class Optimizer:
     groups: tuple[ParameterGroup, ...] = key((), when=_ADAM)
     """Rates and decays of parameters by name: tables [[optimizer.groups]]. The first group that fits counts."""
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = key("auto", when=_ADAM)
-    """One kernel per parameter, per list, or for all; auto: fused."""
+    """One kernel per parameter, per list, or for all; auto: fused on CUDA and with offload to CPU, else foreach."""
     state_dtype: Literal["float32", "bfloat16"] | None = key(None, when=_ADAM)
     """Data type in which both moments are stored; the update is computed in float32. None: training.dtype."""
     rounding: Literal["stochastic", "nearest"] = key("stochastic", when=(_ADAM, _HALF))
@@ -111,10 +111,15 @@ class Optimizer:
         fitting = (group for group in self.groups if fnmatchcase(name, group.parameters))
         return next(fitting, None)
 
-    @property
-    def chosen_implementation(self) -> str:
-        """The implementation; "auto" means "fused"."""
-        return "fused" if self.implementation == "auto" else self.implementation
+    def implementation_on(self, device_type: str) -> str:
+        """Return the implementation on a type of device.
+
+        Args:
+            device_type: "cuda" or "cpu".
+        """
+        if self.implementation != "auto":
+            return self.implementation
+        return "fused" if device_type == "cuda" else "foreach"
 
 
 @dataclass(frozen=True)

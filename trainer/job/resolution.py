@@ -288,7 +288,10 @@ def _without_auto(draft: Draft) -> JobConfig:
     training = config.training
     optimizer = config.optimizer
     parallelism = config.parallelism
-    implementation = optimizer.chosen_implementation
+    implementation = optimizer.implementation_on(device_type)
+    if training.enable_cpu_offload and optimizer.implementation == "auto":
+        # on CPUs too: one pass over weights, gradients and both moments
+        implementation = "fused"
     if attention is not None and parallelism.context_parallel_degree > 1:
         parallelism = replace(
             parallelism,
