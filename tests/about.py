@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
-_FOLDERS = ("longshard", "trainer", "lct_planner", "tests", "examples", "scripts")
+_FOLDERS = ("longshard", "trainer", "lct_planner", "lct_tools", "tests", "examples", "scripts")
 _MOST_MODULES = 6
 _ORDER = ("tests/unit/", "examples/", "tests/distributed/", "tests/integration/", "tests/repository/")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lct_tools.report import page, read
 from tests.repository.browser import evaluated, needs_browser, open_browser
 from trainer.commands.main import main
 
@@ -70,29 +69,3 @@ def test_a_browser_shows_every_picture_within_the_screen(report: Path, tmp_path:
     assert seen["page"] <= width
     assert width / 2 < seen["right"] <= width
     assert seen["curves"] == [2] * (CURVES + 1), "a curve for each run"
-
-
-def test_the_planner_s_parts_are_shown_if_they_are_known(runs: list[Path]) -> None:
-    estimate = runs[0] / "estimate.json"
-    estimate.write_text(json.dumps({"time": {"forward": {"products": 0.25, "memory": 0.5}}}, indent=2))
-    try:
-        run = read(runs[0])
-        assert run.predicted == {"forward": 0.75}
-        assert "predicted forward" in page([run])
-        estimate.write_text("")  # being written
-        assert read(runs[0]).predicted == {}
-    finally:
-        estimate.unlink()
-
-
-def test_a_line_that_is_being_written_is_left_out(runs: list[Path]) -> None:
-    metrics = runs[0] / "metrics.jsonl"
-    text = metrics.read_text()
-    metrics.write_text(text[:-20])
-    assert len(read(runs[0]).steps) == 2
-    metrics.write_text(text)
-
-
-def test_a_folder_without_steps_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert "has no step in metrics.jsonl; name a job.dump_folder" in capsys.readouterr().err

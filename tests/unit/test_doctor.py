@@ -10,6 +10,7 @@ from lct_tools.doctor import CHECKS, Finding, findings
 from trainer.commands.main import main
 from trainer.runtime.devices import Machine, this_machine
 
+pytestmark = pytest.mark.about("lct_tools/collective.py")
 NAMED = {check.__name__: check for check in CHECKS}
 
 

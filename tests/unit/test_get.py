@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.commands.main import main as lct
 
+pytestmark = pytest.mark.about("lct_tools/get.py", "lct_tools/hub.py")
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64}
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"

@@ -1,18 +1,15 @@
 """A description of a decoder in words. Torch-free."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from trainer.families.args import all_layers
 
-if TYPE_CHECKING:
-    from trainer.families.decoder_args import TransformerArgs
 
-
-def decoder_words(args: "TransformerArgs") -> str:
+def decoder_words(args: Any) -> str:
     """Return a description of the parts of a decoder.
 
     Args:
-        args: The arguments of the model.
+        args: The arguments of the model, `TransformerArgs`, whose module imports this one.
     """
     layers = f"{args.n_layers} layers of width {args.dim}"
     heads = f"{args.n_heads} query and {args.n_kv_heads} key/value heads of {args.head_dim}"

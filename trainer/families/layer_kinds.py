@@ -3,13 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Model
-
-if TYPE_CHECKING:
-    from trainer.families.decoder_args import TransformerArgs
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ def with_windows(kinds: Sequence[LayerKind], every: int) -> tuple[LayerKind, ...
     )
 
 
-def configured_fields(args: "TransformerArgs", settings: Model) -> dict[str, Any]:
+def configured_fields(args: Any, settings: Model) -> dict[str, Any]:
     """Return the fields of a decoder's arguments that the settings change.
 
     Args:
