@@ -9,7 +9,7 @@ from trainer.families.decoder_words import decoder_words
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("smollm3", "3 layers of width 32, 4 query and 2 key/value heads of 8"),
+        ("smollm3", "4 layers of width 32, 4 query and 2 key/value heads of 8"),
         ("gemma4", "4 key/value heads of 12, in 2 layers 2 key/value heads of 16"),
         ("qwen3_next", "linear attention with"),
         ("deepseek_v3", "heads, latents of"),
