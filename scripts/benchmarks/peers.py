@@ -138,7 +138,7 @@ def measure(setting: Setting, layouts: Sequence[str], repeats: int) -> dict[str,
     theirs = {name: rows[name] for name in case.peers}
     result = {"tokens": tokens, "lct train": trained, "peers": theirs, "differences": differences(trained, theirs)}
     if setting.name != "dpo":  # the planner does not trace the reference of preferences
-        result["predicted_gib"] = {name: round(size, 2) for name, size in memory(setting).items()}
+        result["predicted_gib"] = {name: round(size, 4) for name, size in memory(setting).items()}
     return result | ({"float64": in_float64(setting, steps)} if setting.name == "sft" else {})
 
 
