@@ -1,4 +1,4 @@
-"""How long a step takes if each document gets ranks of its own number, by three ways to divide the same documents.
+"""Compare the time of a step for three ways to divide the same documents over ranks.
 
     fixed       a group of 8 ranks for each row of packed documents; every document is cut over all 8
     dynamic     each document gets a group of 1, 2, 4, ... ranks, and a rank works through its groups one after another
@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from trainer.families.decoder_args import LLAMA3
 from trainer.job.training import BALANCE_GROWTH
 from trainer.tasks.balanced_batches import assign, document_costs
 
-FLAVOR = "8B"
+MODEL = LLAMA3["8B"]
 KERNEL = "flash3"
 NODE = 8
 IDEAL = "equal work, no message"
@@ -103,16 +103,9 @@ class Clock:
     """
 
     gpu: Device
-    shape: AttentionShape = field(init=False)
-    linear: float = field(init=False)
-    layers: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        model = LLAMA3[FLAVOR]
-        once, twice = (model.flops_per_token(n)[0] for n in (1, 2))
-        object.__setattr__(self, "shape", AttentionShape(1, model.n_heads, model.n_kv_heads, model.head_dim, 2))
-        object.__setattr__(self, "linear", 2 * once - twice)
-        object.__setattr__(self, "layers", model.n_layers)
+    shape = AttentionShape(1, MODEL.n_heads, MODEL.n_kv_heads, MODEL.head_dim, 2)
+    linear = 2 * MODEL.flops_per_token(1)[0] - MODEL.flops_per_token(2)[0]
+    """FLOPs of a token without attention."""
 
     @property
     def row_bytes(self) -> int:
@@ -135,7 +128,7 @@ class Clock:
         attention_backward = 2.5 * pairs * per_pair / self.gpu.rate(f"attention_backward {KERNEL}")
         ahead = max(attention, self._message_seconds(forward))
         back = max(attention_backward, self._message_seconds(backward))
-        return products + self.layers * (2 * ahead + back)
+        return products + MODEL.n_layers * (2 * ahead + back)
 
     def _message_seconds(self, moved: Bytes) -> float:
         wire = moved.inside / self.gpu.rate("link") + moved.outside / self.gpu.rate("network")
@@ -241,7 +234,7 @@ def dynamic(clock: Clock, lengths: np.ndarray, ranks: int, most: int) -> float:
 
 
 def scheduled(choices: Sequence[Sequence[tuple[int, float]]], ranks: int, limit: float) -> float | None:
-    """Return the end of the schedule in which all documents end before a limit; None if there is none.
+    """Return the time at which a schedule ends, or None if it would end after the limit.
 
     Args:
         choices: The sizes of groups that each document may have, ascending, each with the document's time.
@@ -285,7 +278,7 @@ def step(clock: Clock, table: Lengths, ranks: int, tokens: int, seed: int) -> di
     """
     row = NODE * tokens
     lengths = table.draw(np.random.default_rng(seed), ranks * tokens, row)
-    costs = document_costs(LLAMA3[FLAVOR].flops_per_token, row)(lengths)
+    costs = document_costs(MODEL.flops_per_token, row)(lengths)
 
     def assigned(degree: int) -> np.ndarray:
         read = (np.cumsum(lengths) - 1) // (degree * tokens)

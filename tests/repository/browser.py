@@ -22,7 +22,7 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or chrom
 
 @contextmanager
 def open_browser(profile: Path) -> Iterator[str]:
-    """Start a browser with a profile of its own, and yield the address of its protocol."""
+    """Start a browser with a new profile in a folder, and yield the address of its protocol."""
     command = [*HEADLESS, f"--user-data-dir={profile}", "--remote-debugging-port=0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as browser:
         try:
@@ -52,6 +52,7 @@ def evaluated(browser: str, page: str, expression: str, width: int = 1280) -> An
 def _call(socket: websocket.WebSocket, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
     number = time.monotonic_ns() % 2**31
     socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
-    while (answer := json.loads(socket.recv())).get("id") != number:
-        pass
+    answer: dict[str, Any] = {}
+    while answer.get("id") != number:  # events come between
+        answer = json.loads(socket.recv())
     return answer.get("result", {})

@@ -378,13 +378,11 @@ def experts(number: str, width: str, keys: dict[str, str] | None = None, **field
     def read(config: Entries) -> Fields:
         there = "num_local_experts" if "num_local_experts" in config.content else number
         values = {
-            f: config.switch(key)
-            if f != "shared_dim"
-            else 0
-            if config.content.get(key) == 0
-            else config.whole(key)
-            for f, key in keys.items()
+            field: config.switch(key) for field, key in keys.items() if field != "shared_dim"
         }
+        shared = keys.get("shared_dim")
+        if shared is not None and config.content.get(shared) != 0:
+            values["shared_dim"] = config.whole(shared)
         return {
             "experts": read_experts(config, there, width, **values, **fields),
             **read_balance(config),

@@ -78,7 +78,7 @@ class TransformerArgs:
     global_heads: GlobalHeads | None = None
     """Heads of the layers of kind `global_heads`. The rotary table of the model is then theirs."""
     per_layer_dim: int = 0
-    """Channels of each layer's own embedding of tokens (Gemma 3n). 0: there is none."""
+    """Channels of the embedding of tokens that each layer has (Gemma 3n). 0: layers have none."""
     layer_scalar: bool = False
     """Whether the output of each layer is multiplied by a number, a buffer."""
     value_norm: bool = False

@@ -148,9 +148,7 @@ def _read_gemma4(config: Entries) -> Fields:
         config.only("vocab_size_per_layer_input", config.whole("vocab_size"))
     experts = None
     if config.switch("enable_moe_block"):
-        fields["layers"]["ffn_factor"] = [config.only("use_double_wide_mlp", False) + 1] * len(
-            kinds
-        )
+        config.only("use_double_wide_mlp", False)
         per_token = {"num_experts_per_tok": config.whole("top_k_experts")}
         experts = read_experts(
             replace(config, content={**config.content, **per_token}),

@@ -129,7 +129,7 @@ class ExpertArgs:
     activation: str = "silu"
     """Activation of the gates, see `DenseArgs`."""
     beside_dense: bool = False
-    """Whether the shared expert is the layer's dense network, and each has a norm of its own around it (Gemma 4)."""
+    """Whether the shared expert is the dense network of the layer, and both outputs are normalised (Gemma 4)."""
     shared_gate: bool = False
     """Whether each token multiplies the shared expert's output by a sigmoid of its own."""
 

@@ -74,7 +74,7 @@ class Layer:
     norms: NormArgs
     predicts_further: bool = False
     input_dim: int = 0
-    """Channels of the layer's own embedding of each token, which a third branch adds. 0: there is none."""
+    """Channels of the embedding of tokens that only this layer has, and adds by a third branch. 0: it has none."""
 
     @property
     def has_experts(self) -> bool:

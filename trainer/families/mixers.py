@@ -165,7 +165,7 @@ class AttentionArgs:
 
 @dataclass(frozen=True)
 class SharedKeysArgs(AttentionArgs):
-    """Attention to the keys and values of an earlier layer, with queries of its own (arXiv 2405.05254)."""
+    """Attention that computes queries, and reads the keys and values of an earlier layer (arXiv 2405.05254)."""
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
         """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.

@@ -16,7 +16,7 @@ LEFT_ASIDE = tuple(
 )
 """Name prefixes of tensors that are not read of a folder whose model reads images, too."""
 _TEXT, _TEXT_INSIDE = "model.", "model.language_model."
-"""Name prefixes of the tensors of a model of text: in a folder of its own, and in a folder with `LEFT_ASIDE`."""
+"""Name prefixes of the text model: in a folder of text alone, and in a folder that also reads images."""
 
 
 def _unchanged(x: "torch.Tensor") -> "torch.Tensor":

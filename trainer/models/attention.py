@@ -286,9 +286,9 @@ class Attention(Branch):
                 if self.args.norm_all_heads
                 else SequenceParallel(sequence_dim=2, use_local_output=True)
             )
-            styles |= {"q_norm": norm, "k_norm": norm}
-        if self.k_norm is None:
-            styles.pop("k_norm", None)
+            styles["q_norm"] = norm
+            if self.k_norm is not None:
+                styles["k_norm"] = norm
         return styles
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
