@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "sharding.layout": "AxisLayout contiguous head_tail",
         "context.attention": "AttentionResult ContextParallelAttention context_parallel_attention",
         "context.attention_inputs": "AttentionSettings",
-        "context.live": "Scores",
+        "context.hooks": "AttentionHooks Scores",
         "context.regions": "Region context_parallel region replicate shard unshard",
         "context.convolution": "ContextParallelConvolution context_parallel_convolution",
         "context.planning.balance": "LOAD_BALANCERS balanced build_layout",

@@ -5,6 +5,7 @@ from dataclasses import replace
 from tests.hf_shapes import EXPERTS, LATENT, LLAMA, SIGMOID, WINDOWS, YARN_V3
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import LayerKind, RopeScaling
+from trainer.families.mixers import IndexArgs
 
 _GEMMA_1 = {"tie_embeddings": True, "head_size": 16, "norm_offset": True}
 _GEMMA_1 |= {"activation": "gelu_tanh", "embedding_scale": 32**0.5}
@@ -18,7 +19,17 @@ _GRANITE_SWA = replace(
     sliding_window=5,
     layers=(LayerKind(rope_theta=500.0), LayerKind(window=False, rope=False), LayerKind()),
 )
+# With this many index heads no score is 0 by chance: of equal scores transformers chooses any.
+_CHOSEN = replace(
+    LATENT,
+    ffn_hidden_dim=40,
+    index=IndexArgs(16, 8, 5),
+    experts=replace(SIGMOID, groups=3, groups_per_token=2, scale=2.5, shared_dim=24),
+    layers=(LayerKind(experts=False), LayerKind(), LayerKind()),
+)
 COMBINATIONS: dict[str, tuple[str, TransformerArgs]] = {
+    "deepseek_v32": ("deepseek_v32", replace(_CHOSEN, rope_scaling=YARN_V3)),
+    "glm_moe_dsa": ("glm_moe_dsa", replace(_CHOSEN, index=IndexArgs(16, 8, 5, adjacent_pairs=True))),
     "gemma": ("gemma", replace(LLAMA, **_GEMMA_1)),
     "vaultgemma": (
         "vaultgemma",

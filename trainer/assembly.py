@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 import torch
 from torch import nn
 
-from longshard.context.live import ScoreFunction
+from longshard.context.hooks import ScoreFunction
 from longshard.sharding.tensors import to_device
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.components.early_update import EarlyUpdates

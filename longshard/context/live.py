@@ -10,7 +10,7 @@ with its module.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from weakref import WeakSet
@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from longshard.context.attention_inputs import AttentionInputs, AttentionSettings
 from longshard.context.execution.build import Execution, build_execution
 from longshard.context.execution.chunks import ChunkRows
-from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels, KernelNeeds
+from longshard.context.execution.kernels.choose import KernelNeeds
+from longshard.context.hooks import NO_HOOKS, AttentionHooks
 from longshard.context.local_attention import WAYS_TO_THE_PLAN
 from longshard.context.planning.heads import check_heads
 from longshard.context.planning.mask import Mask, by_sequence, causal, full, sliding_window
@@ -38,39 +39,6 @@ _numbers = itertools.count(1)
 
 _SEQUENCES = 1 << 20  # the most sequences of a batch
 _LAYER = 1 << 52
-
-
-ScoreFunction = Callable[[int, torch.Tensor], None]
-"""Takes the layer (-1 if none is named) and the log-sum-exp of the scores of one call, (B, H, S), -inf in padding."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """A function that takes the scores of each call of attention inside a context.
-
-    Attributes:
-        take: The function.
-        padding: (B, S) bool of the whole sequences, true in padding; None if absent.
-    """
-
-    take: ScoreFunction
-    padding: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class AttentionHooks:
-    """What a process adds to each call of attention in a context.
-
-    Attributes:
-        scores: Takes the scores; None if absent.
-        gpu: The GPU kernels of this process.
-    """
-
-    scores: Scores | None = None
-    gpu: GpuKernels = GPU_KERNELS
-
-
-NO_HOOKS = AttentionHooks()
 
 
 @dataclass(eq=False)
@@ -104,6 +72,7 @@ class LivePlan:
     latest: Execution | None = None
     _executions: dict[tuple, Execution] = field(default_factory=dict)
     _padded: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    _visible: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -224,6 +193,24 @@ class LivePlan:
             )
         except OptionError as error:
             raise ContextParallelError(str(error)) from None
+
+    def visible(self, sequences: Sequence[int]) -> torch.Tensor:
+        """Return the keys that each of this rank's rows sees under the causal mask, on the host.
+
+        Args:
+            sequences: The numbers of the sequences in the batch.
+
+        Returns:
+            (B, S, 2) int64, or (1, S, 2) if all sequences have one mask: the first visible key, and the end of the
+            keys. The result is cached, so do not write to it.
+        """
+        several = self.mask is not None and self.mask.sequences > 1
+        key = tuple(sequences) if several else ()
+        if key not in self._visible:
+            intervals = self._mask(key, True, 0).intervals()
+            own = intervals[:, self.layout.indices(self.rank)]
+            self._visible[key] = torch.from_numpy(own)
+        return self._visible[key]
 
     def _mask(self, sequences: tuple[int, ...], is_causal: bool, window: int) -> Mask:
         lengths = self.layout.length, (self.kv_layout or self.layout).length

@@ -18,14 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.execution.chunks import ChunkRows, KeptTensor
-from longshard.context.live import (
-    NO_HOOKS,
-    AttentionHooks,
-    LivePlan,
-    any_plan_open,
-    flat_mesh,
-    opened,
-)
+from longshard.context.hooks import NO_HOOKS, AttentionHooks
+from longshard.context.live import LivePlan, any_plan_open, flat_mesh, opened
 from longshard.context.local_attention import RefusedLocalAttention
 from longshard.context.planning.mask import Mask
 from longshard.context.planning.options import ContextParallelError, ContextParallelOptions

@@ -244,12 +244,11 @@ def exchange(
     Raises:
         ValueError: The shard has another length, the number of ranks is another, or a range is inverted.
     """
-    rank = group.rank()
     wanted = tuple(map(tuple, wanted))
     _check_wanted(x.shape[dim], layout, wanted, group)
-    movement = plan_movement(layout.ranges, wanted, rank)
 
     def fetched(x: torch.Tensor) -> torch.Tensor:
+        movement = plan_movement(layout.ranges, wanted, group.rank())
         result = _with_rows(x, movement.rows, dim)
         target = result.movedim(dim, 0)
         for start, stop in movement.outside:
@@ -258,13 +257,29 @@ def exchange(
         return result
 
     def returned(gradient: torch.Tensor) -> torch.Tensor:
-        # Many ranks may have a copy of a row: add up their gradients in a wide type.
-        exact = wide_type(gradient.dtype)
-        result = _with_rows(gradient, layout.local_length(rank), dim, exact)
-        _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement, group, add=True)
-        return result.to(gradient.dtype)
+        return returned_rows(gradient, Axis(layout, group), wanted, dim)
 
     return with_adjoint(x, fetched, returned)
+
+
+def returned_rows(
+    gradient: torch.Tensor, axis: Axis, wanted: Wanted, dim: int
+) -> torch.Tensor:
+    """Return the sums of the gradients of this rank's rows, of which many ranks have copies; a collective.
+
+    It is the adjoint of `exchange`. Sums are in float32 at least.
+
+    Args:
+        gradient: The gradients of the rows that this rank wanted, range after range in dimension `dim`.
+        axis: The sharded axis.
+        wanted: The ranges that each rank wanted.
+        dim: The sharded dimension.
+    """
+    exact = wide_type(gradient.dtype)
+    movement = plan_movement(axis.layout.ranges, wanted, axis.rank)
+    result = _with_rows(gradient, axis.rows, dim, exact)
+    _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement, axis.group, add=True)
+    return result.to(gradient.dtype)
 
 
 def _check_wanted(

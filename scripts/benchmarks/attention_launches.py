@@ -31,6 +31,7 @@ from longshard.context.attention_inputs import AttentionSettings
 from longshard.context.execution import build
 from longshard.context.execution.kernels.choose import GpuKernels
 from longshard.context.execution.kernels.cuda import CudaFlash, Cudnn
+from longshard.context.hooks import AttentionHooks
 from longshard.context.planning.options import ContextParallelOptions
 
 _TOKENS, _HEADS, _HEAD_DIM = 64, 8, 16  # sizes on a rank
@@ -74,7 +75,7 @@ def measure(degree: int, method: str, kernel: str, rounds: int) -> dict[str, flo
         mesh, groups = live.flat_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), options)
         gpu = GpuKernels(merge=lambda total, *_: total.mul_(1))
         layout = options.layout(_TOKENS * degree, degree)
-        plan = live.LivePlan(mesh, layout, options=options, groups=groups, hooks=live.AttentionHooks(gpu=gpu))
+        plan = live.LivePlan(mesh, layout, options=options, groups=groups, hooks=AttentionHooks(gpu=gpu))
         shape = 1, _TOKENS, _HEADS, _HEAD_DIM
         q, k, v = (torch.zeros(shape, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3))
         times: list[tuple[float, float]] = []

@@ -96,6 +96,8 @@ def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, n
     wanted = {x: g for x, g in gradients.items() if not x.endswith((*BIASES, "layer_scalar"))}
     got = pool.run(1, gradients_case, family, str(tmp_path / "weights"), tokens)[0]
     assert got.keys() == wanted.keys()
+    # an indexer learns by a loss that transformers does not have; test_sparse_attention.py has its gradients
+    wanted = {there: gradient for there, gradient in wanted.items() if ".indexer." not in there}
     largest = max(gradient.norm() for gradient in wanted.values())
     for there, gradient in wanted.items():
         assert (got[there] - gradient).norm() <= 1e-10 * max(gradient.norm(), 1e-6 * largest), there

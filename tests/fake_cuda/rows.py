@@ -24,7 +24,8 @@ from lct_planner.traced_trainer import kernels_of, patches
 from lct_planner.tracing import trace
 from longshard.context import attention
 from longshard.context.attention_inputs import AttentionSettings
-from longshard.context.live import AttentionHooks, LivePlan, flat_mesh, opened
+from longshard.context.hooks import AttentionHooks
+from longshard.context.live import LivePlan, flat_mesh, opened
 from longshard.context.planning.mask import documents_of
 from longshard.context.planning.options import ContextParallelOptions
 from tests.fake_cuda import table

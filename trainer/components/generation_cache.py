@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from longshard.context.convolution import convolved
 from longshard.context.execution.latent import absorbed
 from longshard.context.execution.linear_chunks import Tokens, one_token
+from longshard.context.execution.sparse_rows import Index, highest, index_scores
 from longshard.context.linear_attention import linear_attention
 from longshard.sharding.exchange import all_gather, all_reduce
 from longshard.sharding.tensors import wide_type
@@ -28,6 +29,7 @@ from trainer.models.attention import InnerAttention
 from trainer.models.cached import cached
 from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
+from trainer.models.sparse_attention import InnerSparseAttention
 
 _LINEAR_INPUTS = 5
 """Number of the first fields of `Tokens` that have a row for each token: q, k, v, log_decay and beta."""
@@ -83,6 +85,7 @@ class GenerationCache:
         self._positions[:, : self._used] = torch.where(rows < self.lengths[:, None], rows, -1)
         keep = {
             InnerAttention: self._keep_keys,
+            InnerSparseAttention: self._keep_index,
             InnerLinearAttention: self._keep_state,
             InnerConvolution: self._keep_inputs,
         }
@@ -114,6 +117,7 @@ class GenerationCache:
         ]
         step = {
             InnerAttention: self._attend,
+            InnerSparseAttention: self._attend_to_chosen,
             InnerLinearAttention: self._change_state,
             InnerConvolution: self._convolve,
         }
@@ -163,6 +167,17 @@ class GenerationCache:
     ) -> torch.Tensor:
         self._keep(module, k, v, 0)
         return module(q, k, v, **settings)
+
+    def _keep_index(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        index: Index,
+        **settings: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._keep(module, latent, index.keys.unsqueeze(1), 0)
+        return module(q, latent, index, **settings)
 
     def _keep_inputs(
         self,
@@ -219,19 +234,87 @@ class GenerationCache:
         up: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to the keys and values of all tokens so far; shapes as in the module."""
-        keys, values = self._keep(
-            module, k[:, :, : self._own_new], v[:, :, : self._own_new], self._used
-        )
-        dtype = wide_type(q.dtype)
+        keys, values = self._keep_new(module, k, v)
+        seen = self._visible(keys.shape[2], module.sliding_window)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        settings = {"scale": scale, "softcap": module.softcap, "sinks": sinks, "up": up}
+        return self._attended(q, keys, values, seen, **settings)
+
+    def _attend_to_chosen(
+        self,
+        module: InnerSparseAttention,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        index: Index,
+        *,
+        up: torch.Tensor,
+        scale: float,
+        **_settings: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the chosen ones of all tokens so far; shapes as in the module. The loss is 0."""
+        latents, keys = self._keep_new(module, latent, index.keys.unsqueeze(1))
+        seen = self._visible(latents.shape[2], None)
+        scores = index_scores(index.queries, keys.squeeze(1), index.weights)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        seen = seen & self._chosen(scores, module.per_query)
+        out = self._attended(q, latents, latents[..., :0], seen, scale=scale, up=up)
+        return out, out.new_zeros(out.shape[0], out.shape[2])
+
+    def _chosen(self, scores: torch.Tensor, per_query: int) -> torch.Tensor:
+        """Return which of the kept tokens are among the highest scores of all ranks, (B, S, T).
+
+        scores: (B, S, T). Of equal scores the earlier tokens count.
+        """
+        places = self._positions[:, None, : scores.shape[2]].expand_as(scores)
+        spare = per_query - scores.shape[2]
+        if spare > 0:  # all ranks send the same number
+            scores = F.pad(scores, (0, spare), value=-torch.inf)
+            places = F.pad(places, (0, spare), value=-1)
+        values, own = highest(scores, places, per_query)
+        values, all_places = (
+            x.movedim(0, -2).flatten(-2)
+            for x in (all_gather(values, self._cp), all_gather(own, self._cp))
+        )
+        order = all_places.argsort(-1)
+        values, all_places = (x.gather(-1, order) for x in (values, all_places))
+        values, all_places = highest(values, all_places, per_query)
+        least = values.amin(-1, keepdim=True)
+        last = all_places.masked_fill(values > least, -1).amax(-1, keepdim=True)
+        chosen = (scores > least) | ((scores == least) & (places <= last))
+        return chosen[..., : chosen.shape[2] - max(spare, 0)]
+
+    def _keep_new(
+        self, module: nn.Module, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Keep this rank's new keys and values, and return all kept ones."""
+        new = self._own_new
+        return self._keep(module, k[:, :, :new], v[:, :, :new], self._used)
+
+    def _attended(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        seen: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        up: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention to the kept tokens of all ranks; shapes as in the module.
+
+        seen: (B, S, T), which of this rank's kept tokens each new token sees.
+        """
+        dtype = wide_type(q.dtype)
         if up is not None:
             q, value_projection = absorbed(q, keys, up)
             values = keys[..., : up.shape[2]]
         q = q.unflatten(1, (keys.shape[1], -1)).to(dtype)  # (B, K, G, S, D)
         scores = q @ keys.to(dtype)[:, :, None].mT * scale
-        if module.softcap is not None:
-            scores = module.softcap * torch.tanh(scores / module.softcap)
-        seen = self._visible(keys.shape[2], module.sliding_window)[:, None, None]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = seen[:, None, None]
         scores = scores.masked_fill(~seen, -torch.inf)
         weights = scores.softmax(-1).masked_fill(~seen.any(-1, keepdim=True), 0)
         out = weights @ values.to(dtype)[:, :, None]
@@ -242,7 +325,7 @@ class GenerationCache:
             totals = torch.cat((totals, logits.expand(1, *totals.shape[1:])))
         shares = totals.softmax(0)[: len(parts)]
         out = (shares * parts[..., :-1]).sum(0).flatten(1, 2)
-        return (out if up is None else out @ value_projection.to(dtype)).to(v.dtype)
+        return (out if up is None else out @ value_projection.to(dtype)).to(keys.dtype)
 
     def _visible(self, kept: int, window: int | None) -> torch.Tensor:
         """Return which of the kept tokens each new token sees: (B, S, T)."""

@@ -17,11 +17,13 @@ from trainer.families.linear_args import LinearArgs, linear_args
 from trainer.families.mixers import (
     AttentionArgs,
     GlobalHeads,
+    IndexArgs,
     LatentArgs,
     LatentAttentionArgs,
     Mixer,
     Shapes,
     SharedKeysArgs,
+    SparseAttentionArgs,
 )
 
 TABLES = load_toml(Path(__file__).with_name("sizes.toml"))
@@ -97,6 +99,8 @@ class TransformerArgs:
     """Sizes of layers with linear attention."""
     latent: LatentArgs | None = None
     """Latents that replace the keys and values of attention."""
+    index: IndexArgs | None = None
+    """Indexer that chooses the keys of each query. None: a query attends to all keys that it sees."""
     experts: ExpertArgs | None = None
     """Experts that replace the feed-forward network of each layer; `ffn_hidden_dim` is then not used."""
     router_aux_loss_coef: float = 0.0
@@ -238,9 +242,10 @@ class TransformerArgs:
         window = self.sliding_window if kind.window else None
         theta = kind.rope_theta if kind.rope else 0.0
         if self.latent is not None:
-            return LatentAttentionArgs(
-                self.n_heads, self.latent, self.score_scale, window, theta
-            )
+            sizes = self.n_heads, self.latent, self.score_scale, window, theta
+            if self.index is not None:
+                return SparseAttentionArgs(*sizes, index=self.index)
+            return LatentAttentionArgs(*sizes)
         heads = GlobalHeads(self.head_dim, self.n_kv_heads)
         if kind.global_heads:
             heads = self.global_heads
@@ -375,6 +380,7 @@ def sizes(family: str) -> dict[str, TransformerArgs]:
             "experts": ExpertArgs,
             "linear": linear_args,
             "latent": LatentArgs,
+            "index": IndexArgs,
             "global_heads": GlobalHeads,
         }
         fields |= {key: kind(**fields[key]) for key, kind in kinds.items() if key in fields}

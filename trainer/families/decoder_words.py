@@ -20,6 +20,9 @@ def decoder_words(args: Any) -> str:
     if args.latent is not None:
         sizes = f"{args.latent.rank} + {args.latent.rope_dim}"
         words = f"{layers}, {args.n_heads} heads, latents of {sizes}"
+    if (index := args.index) is not None:
+        chooser = f"{index.n_heads} index heads of {index.head_dim}"
+        words = f"{words}, of which {chooser} choose {index.per_query} a query"
     if args.linear is not None:
         number, keys, values = args.linear.states
         states = f"{number} states of {keys} x {values}"

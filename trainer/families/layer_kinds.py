@@ -184,10 +184,13 @@ def configured_fields(args: Any, settings: Model) -> dict[str, Any]:
         ConfigError: A setting is not for this model.
     """
     asked: dict[str, Any] = {}
-    for key in ("attention_sinks", "short_conv_kernel") if args.latent is not None else ():
+    refused = ["attention_sinks", "short_conv_kernel"] * (args.latent is not None)
+    refused += ["sliding_window"] * (args.index is not None)
+    for key in refused:
         if getattr(settings, key):
+            kind = "latent attention" if args.index is None else "sparse attention"
             raise ConfigError(
-                f"model.{key} = {getattr(settings, key)} is not for latent attention; leave it out"
+                f"model.{key} = {getattr(settings, key)} is not for {kind}; leave it out"
             )
     if settings.sliding_window is not None:
         asked |= {

@@ -1,7 +1,7 @@
 """The first branch of a layer: attention, or latent attention. linear_args.py has linear attention. Torch-free."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 Shapes = dict[str, tuple[int, int]]
@@ -290,3 +290,70 @@ class LatentAttentionArgs:
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the heads."""
         return {"attention heads": self.n_heads}
+
+
+@dataclass(frozen=True)
+class IndexArgs:
+    """Sizes of the indexer that chooses the keys of sparse attention (DeepSeek-V3.2-Exp, 2025)."""
+
+    n_heads: int
+    head_dim: int
+    """Channels of an index head; the first ones rotate, as many as rotate in a key of attention."""
+    per_query: int
+    """Keys that a query attends to."""
+    adjacent_pairs: bool = False
+    """Whether rotary pairs are adjacent channels, as in attention (GLM-5), and not halves."""
+
+
+@dataclass(frozen=True)
+class SparseAttentionArgs(LatentAttentionArgs):
+    """Latent attention of one layer, in which each query attends to the keys that an indexer has chosen."""
+
+    index: IndexArgs = field(kw_only=True)
+
+    names: ClassVar[Mapping[str, str]] = LatentAttentionArgs.names | {
+        "indexer.queries": "self_attn.indexer.wq_b",
+        "indexer.keys": "self_attn.indexer.wk",
+        "indexer.key_norm": "self_attn.indexer.k_norm",
+        "indexer.head_weights": "self_attn.indexer.weights_proj",
+    }
+
+    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, which has the whole indexer.
+
+        Args:
+            dim: Channels of the hidden states.
+            tp: Tensor-parallel degree.
+        """
+        index = self.index
+        return super().linear_shapes(dim, tp) | {
+            "indexer.queries": (index.n_heads * index.head_dim, self.latent.query_rank),
+            "indexer.keys": (index.head_dim, dim),
+            "indexer.head_weights": (index.n_heads, dim),
+        }
+
+    def vectors(self, dim: int) -> int:
+        """Return the number of parameters of the norms.
+
+        Args:
+            dim: Not used.
+        """
+        return super().vectors(dim) + 2 * self.index.head_dim
+
+    def flops(self, seq_len: int) -> tuple[float, float]:
+        """Return FLOPs per token of a training step, without weights, as (full, causal) attention counts.
+
+        The indexer scores all visible keys, in the forward alone. Attention reads latents of chosen keys.
+
+        Args:
+            seq_len: Number of tokens of a sequence.
+        """
+        index = self.index
+        latent = self.latent
+        score = 2.0 * index.n_heads * (index.head_dim + 1)
+        each_key = 6.0 * self.n_heads * (2 * latent.rank + latent.rope_dim) + 3 * score
+        chosen = min(index.per_query, seq_len)
+        return (
+            score * seq_len + each_key * chosen,
+            score * visible_keys(None, seq_len) + each_key * visible_keys(chosen, seq_len),
+        )

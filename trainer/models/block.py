@@ -16,7 +16,13 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.families.feed_forward_args import DenseArgs, FeedForwardArgs
 from trainer.families.layer_kinds import key_sources
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
-from trainer.families.mixers import AttentionArgs, LatentAttentionArgs, Mixer, SharedKeysArgs
+from trainer.families.mixers import (
+    AttentionArgs,
+    LatentAttentionArgs,
+    Mixer,
+    SharedKeysArgs,
+    SparseAttentionArgs,
+)
 from trainer.models.attention import Attention, SharedKeysAttention
 from trainer.models.beside_dense import ExpertsBesideDense
 from trainer.models.feed_forward import FeedForward, gated
@@ -24,6 +30,7 @@ from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from trainer.models.moe import MoE
 from trainer.models.norms import build_norm
+from trainer.models.sparse_attention import SparseAttention
 from trainer.models.tiles import in_tiles
 from trainer.parallel.tensor_parallel import Styles, tokens_divided
 
@@ -31,6 +38,7 @@ MIXERS: dict[type[Mixer], Callable[..., nn.Module]] = {
     AttentionArgs: Attention,
     SharedKeysArgs: SharedKeysAttention,
     LatentAttentionArgs: LatentAttention,
+    SparseAttentionArgs: SparseAttention,
     GatedDeltaArgs: GatedDeltaNet,
     KimiDeltaArgs: KimiDeltaAttention,
     MambaArgs: Mamba2,

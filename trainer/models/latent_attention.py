@@ -1,5 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads from a small latent."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -81,12 +84,11 @@ class LatentAttention(Branch):
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
         args = self.args.latent
-        if args.query_rank is None:
-            q = self.wq(x, **adapter_inputs)
-        else:
-            q = self.wq_b(self.q_a_norm(self.wq_a(x, **adapter_inputs)), **adapter_inputs)
+        queried = x
+        if args.query_rank is not None:
+            queried = self.q_a_norm(self.wq_a(x, **adapter_inputs))
         # (B, S, H, N + P); with tensor parallelism some of the heads
-        q = q.unflatten(-1, (-1, args.head_dim))
+        q = self.queries(queried, **adapter_inputs).unflatten(-1, (-1, args.head_dim))
         compressed, shared = self.wkv_a(x, **adapter_inputs).split(
             [args.rank, args.rope_dim], -1
         )
@@ -106,8 +108,26 @@ class LatentAttention(Branch):
         latent = latent.transpose(1, 2)
         up = self.wkv_b().unflatten(0, (-1, args.nope_dim + args.value_dim))
         settings = {"scale": self.args.scale, "plan": attention_plan, "up": up}
-        out = self.inner_attention.run(q, latent, latent[..., :0], **settings)
+        out = self.attend(q, latent, settings, (x, queried, freqs_cis))
         return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        settings: Mapping[str, Any],
+        _inputs: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return attention to the keys and values of the latents, (B, H, S, V).
+
+        Args:
+            q: (B, H, S, N + P).
+            latent: (B, 1, S, R + P).
+            settings: Keyword arguments of the inner attention.
+            _inputs: What an indexer reads: the input of the layer, (B, S, dim), the latents of queries, (B, S, Q), and
+                the rotary table.
+        """
+        return self.inner_attention.run(q, latent, latent[..., :0], **settings)
 
     def rows_of_heads(self) -> dict[str, list[int]]:
         """Return the numbers of rows that one head has in each parameter.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from longshard.context.execution.chunks import KeptTensor, OnDevice
-from longshard.context.live import AttentionHooks, ScoreFunction, Scores
+from longshard.context.hooks import AttentionHooks, ScoreFunction, Scores
 from longshard.context.planning.options import BatchPlan
 from longshard.context.regions import context_parallel, sequence_chunks
 from longshard.sharding.layout import contiguous

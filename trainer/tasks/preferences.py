@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from longshard.context.live import ScoreFunction
+from longshard.context.hooks import ScoreFunction
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.placement import added_up
 from longshard.sharding.tensors import to_device

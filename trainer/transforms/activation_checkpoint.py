@@ -25,11 +25,13 @@ from longshard.sharding.forward import replace_forward
 from trainer.config.schema import ActivationCheckpoint
 
 CONTEXT_PARALLEL_ATTENTION = "longshard::context_parallel_attention"
+SPARSE_ATTENTION = "longshard::sparse_attention"
 EXCHANGES = frozenset(
     {
         CONTEXT_PARALLEL_ATTENTION,
         "longshard::context_parallel_convolution",
         "longshard::linear_attention",
+        SPARSE_ATTENTION,
     }
 )
 
@@ -46,6 +48,7 @@ KEPT_OPERATORS = frozenset(
         "flex_attention",
         "torch_attn::_varlen_attn",
         CONTEXT_PARALLEL_ATTENTION,
+        SPARSE_ATTENTION,
         # the sum of tensor parallelism's partial results
         "_c10d_functional::reduce_scatter_tensor",
     }

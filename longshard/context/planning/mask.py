@@ -220,20 +220,29 @@ class Mask:
         """Whether some band has a lower bound."""
         return any(band.lower > -ANY for band in self.bands)
 
-    def work(self) -> np.ndarray:
-        """Return the number of visible keys of each query, summed over the sequences: (q_len,) int64."""
+    def intervals(self) -> np.ndarray:
+        """Return the first visible key of each query and the end of its keys: (sequences, q_len, 2) int64.
+
+        Keys are counted within their sequence. A query that sees no key has two equal numbers.
+        """
         table = np.array(self.bands, dtype=np.int64).reshape(-1, 6)
         lengths = table[:, 1] - table[:, 0]
-        queries = np.repeat(table[:, 0] - np.cumsum(lengths) + lengths, lengths) + np.arange(
-            lengths.sum()
-        )
+        queries = np.repeat(table[:, 0] - np.cumsum(lengths) + lengths, lengths)
+        queries += np.arange(lengths.sum())
         kv_start, kv_stop, lower, upper = (
             np.repeat(column, lengths) for column in table[:, 2:].T
         )
-        seen = np.minimum(kv_stop, queries + upper + 1) - np.maximum(kv_start, queries + lower)
-        work = np.zeros(self.q_len, dtype=np.int64)
-        np.add.at(work, queries % max(self.q_len, 1), np.maximum(seen, 0))
-        return work
+        start = np.maximum(kv_start, queries + lower)
+        stop = np.maximum(np.minimum(kv_stop, queries + upper + 1), start)
+        intervals = np.zeros((self.sequences * self.q_len, 2), dtype=np.int64)
+        intervals[queries] = np.stack((start, stop), -1)
+        intervals = intervals.reshape(self.sequences, self.q_len, 2)
+        seen = intervals[..., 1:] > intervals[..., :1]
+        return intervals - seen * np.arange(self.sequences)[:, None, None] * self.kv_len
+
+    def work(self) -> np.ndarray:
+        """Return the number of visible keys of each query, summed over the sequences: (q_len,) int64."""
+        return np.diff(self.intervals())[..., 0].sum(0)
 
     def area(self) -> int:
         """Return the number of visible pairs of all sequences."""

@@ -1,0 +1,345 @@
+"""Sparse attention over latents in plain PyTorch: the choice of keys, attention to chosen keys, and its backward.
+
+An indexer scores each pair of a query t and a key s, and a query attends to the `per_query` keys with the highest
+scores (DeepSeek-V3.2-Exp, 2025; names of shapes as there):
+
+    I(t, s) = sum over index heads j of w_j(t) relu(q_j(t) . k(s))
+
+Scores are computed in tiles of fixed size, and the best keys so far are kept: no matrix of all pairs exists. Of equal
+scores the earlier key counts. Attention reads latents as they are (`latent.absorbed`). All numbers are float32 at
+least. No GPU kernel of this attention is used.
+
+The indexer learns by a loss of its own: the divergence of softmax(I) from the mean of the heads' attention weights, over
+the chosen keys. If every visible key is chosen, that is the paper's dense warm-up.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from longshard.context.execution.latent import absorbed
+from longshard.sharding.tensors import wide, wide_type
+
+QUERIES, KEYS = 64, 1024
+"""Size of a tile of index scores. It is fixed, so that a score has the same bits in each tile and on each rank."""
+GATHERED_BYTES = 1 << 28
+"""The most bytes of chosen rows and of their scores at a time. At least one query is computed at a time."""
+
+
+class Index(NamedTuple):
+    """What an indexer computes from the tokens of one rank."""
+
+    queries: torch.Tensor
+    """(B, S, J, D)."""
+    keys: torch.Tensor
+    """(B, S, D)."""
+    weights: torch.Tensor
+    """(B, S, J)."""
+
+
+def choose(
+    index: Index, keys: torch.Tensor, visible: torch.Tensor, per_query: int
+) -> torch.Tensor:
+    """Return the positions of the keys that each query attends to, ascending: (B, S, per_query) int32.
+
+    If a query sees fewer keys, -1 fills its last places.
+
+    Args:
+        index: The index of this rank's queries; its keys are not used.
+        keys: Index keys of the whole sequence, (B, T, D).
+        visible: First visible key of each query, and the end of its keys, on the host: (B, S, 2), or (1, S, 2).
+        per_query: Number of keys of a query.
+    """
+    batch, rows = index.weights.shape[:2]
+    chosen = torch.full(
+        (batch, rows, per_query), -1, dtype=torch.int32, device=keys.device
+    )
+    for start in range(0, rows, QUERIES):
+        part = slice(start, start + QUERIES)
+        limits = visible[:, part]
+        bounds = limits.to(keys.device, non_blocking=True)
+        queries = _filled(index.queries[:, part], QUERIES)
+        weights = _filled(index.weights[:, part], QUERIES)
+        best = None
+        first = int(limits[..., 0].min()) // KEYS * KEYS
+        for tile in range(first, int(limits[..., 1].max()), KEYS):
+            scores = index_scores(queries, _filled(keys[:, tile : tile + KEYS], KEYS), weights)
+            places = torch.arange(tile, tile + KEYS, device=keys.device)
+            seen = (places >= bounds[..., :1]) & (places < bounds[..., 1:])
+            scores = scores[:, : limits.shape[1]].masked_fill(~seen, -torch.inf)
+            best = _best(best, scores, places.expand_as(scores), per_query)
+        if best is not None:
+            values, places = best
+            places = places.masked_fill(values == -torch.inf, -1)
+            chosen[:, part, : places.shape[-1]] = places.to(torch.int32)
+    return chosen
+
+
+def index_scores(
+    queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the score of each pair: (B, S, T).
+
+    Args:
+        queries: (B, S, J, D).
+        keys: (B, T, D).
+        weights: (B, S, J).
+    """
+    products = wide(queries).flatten(1, 2) @ wide(keys).mT
+    by_head = products.relu_().unflatten(1, queries.shape[1:3])
+    return (wide(weights).unsqueeze(2) @ by_head).squeeze(2)
+
+
+def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return x, (B, rows or fewer, ...), with zeros up to this number of rows."""
+    missing = rows - x.shape[1]
+    if not missing:
+        return x
+    return torch.cat((x, x.new_zeros(x.shape[0], missing, *x.shape[2:])), 1)
+
+
+def _best(
+    before: tuple[torch.Tensor, torch.Tensor] | None,
+    scores: torch.Tensor,
+    places: torch.Tensor,
+    number: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the highest scores and their places, (B, S, number or fewer), in the order of the places.
+
+    before: the best ones of earlier tiles. scores, places: (B, S, KEYS) of this tile.
+    """
+    if before is not None:
+        scores = torch.cat((before[0], scores), -1)
+        places = torch.cat((before[1], places), -1)
+    return highest(scores, places, number)
+
+
+def highest(
+    scores: torch.Tensor, places: torch.Tensor, number: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the highest scores and their places, in their present order. Of equal scores the first ones count.
+
+    Args:
+        scores: (..., T).
+        places: (..., T).
+        number: Number of scores; if T is smaller, all are returned.
+    """
+    if scores.shape[-1] <= number:
+        return scores, places
+    least = scores.topk(number, sorted=True).values[..., -1:]
+    above = scores > least
+    equal = scores == least
+    kept = above | (equal & (equal.cumsum(-1) <= number - above.sum(-1, keepdim=True)))
+    # the column after the last one takes all scores that are left out
+    target = torch.where(kept, kept.cumsum(-1) - 1, number)
+    shape = *scores.shape[:-1], number + 1
+    best = scores.new_full(shape, -torch.inf).scatter_(-1, target, scores)
+    best_places = places.new_full(shape, -1).scatter_(-1, target, places)
+    return best[..., :-1], best_places[..., :-1]
+
+
+class Rows(NamedTuple):
+    """Keys that some queries attend to: rows of their own for each query, or the same rows for all of them."""
+
+    rows: torch.Tensor
+    """(B, s, k, W + D), or (B, k, W + D) if all queries have the same rows: latents and index keys."""
+    seen: torch.Tensor
+    """(B, s, k), or (1, s, k): which of the rows a query sees."""
+
+    @property
+    def axes(self) -> str:
+        """The axes of the rows, without their channels, in the words of `einsum`."""
+        return "bk" if self.rows.ndim == 3 else "bsk"
+
+
+class Attended(NamedTuple):
+    """Attention of some queries."""
+
+    queries: torch.Tensor
+    """Queries of latents, (B, H, s, W)."""
+    weights: torch.Tensor
+    """(B, H, s, k), attention weights; 0 for a query that sees nothing."""
+    latents: torch.Tensor
+    """(B, H, s, R), weighted sums of latents."""
+    value_projection: torch.Tensor
+    """(H, R, V)."""
+    lse: torch.Tensor
+    """(B, H, s), log-sum-exp of the scores."""
+
+    @property
+    def output(self) -> torch.Tensor:
+        """(B, H, s, V)."""
+        return self.latents @ self.value_projection
+
+
+def attend(q: torch.Tensor, keys: Rows, width: int, up: torch.Tensor, scale: float) -> Attended:
+    """Return attention of some queries.
+
+    Args:
+        q: (B, H, s, N + P).
+        keys: The rows.
+        width: W, the channels of a latent.
+        up: (H, N + V, R).
+        scale: Factor of the scores.
+    """
+    latents = keys.rows[..., :width]
+    rank = up.shape[2]
+    # `absorbed` reads the last dimension of latents alone
+    queries, value_projection = absorbed(q, latents.flatten(1, -2).unsqueeze(1), up)
+    scores = torch.einsum(f"bhsw,{keys.axes}w->bhsk", queries, latents) * scale
+    scores = scores.masked_fill(~keys.seen.unsqueeze(1), -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    sums = torch.einsum(f"bhsk,{keys.axes}r->bhsr", weights, latents[..., :rank])
+    return Attended(queries, weights, sums, value_projection, lse)
+
+
+class Gradients(NamedTuple):
+    """Gradients of the inputs of `attend`, or of the index."""
+
+    queries: torch.Tensor
+    """Shape of the queries."""
+    rows: torch.Tensor
+    """(B, s, k, W) or (B, k, W); for the index (..., D)."""
+    weights: torch.Tensor
+    """Of `up`, (H, N + V, R); for the index of its weights, (B, s, J)."""
+
+
+def attention_gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    keys: Rows,
+    found: Attended,
+    up: torch.Tensor,
+    scale: float,
+) -> Gradients:
+    """Return the gradients of queries, latents and `up`.
+
+    Args:
+        dout: (B, H, s, V), the gradient of the output.
+        q: (B, H, s, N + P).
+        keys: The rows.
+        found: The result of `attend`.
+        up: (H, N + V, R).
+        scale: Factor of the scores.
+    """
+    rank = up.shape[2]
+    width = found.queries.shape[-1]
+    axes = keys.axes
+    latents = keys.rows[..., :width]
+    dsums = dout @ found.value_projection.mT
+    dweights = torch.einsum(f"bhsr,{axes}r->bhsk", dsums, latents[..., :rank])
+    mean = (dsums * found.latents).sum(-1, keepdim=True)
+    dscores = found.weights * (dweights - mean) * scale
+    dqueries = torch.einsum(f"bhsk,{axes}w->bhsw", dscores, latents)
+    drows = torch.einsum(f"bhsk,bhsw->{axes}w", dscores, found.queries)
+    drows[..., :rank] += torch.einsum(f"bhsk,bhsr->{axes}r", found.weights, dsums)
+    kept = q.shape[-1] - (width - rank)
+    dlatents = dqueries[..., :rank]
+    dq = torch.cat((dlatents @ up[:, :kept].mT, dqueries[..., rank:]), -1)
+    dkeys = torch.einsum("bhsn,bhsr->hnr", q[..., :kept], dlatents)
+    dvalues = torch.einsum("bhsv,bhsr->hvr", dout, found.latents)
+    return Gradients(dq, drows, torch.cat((dkeys, dvalues), 1))
+
+
+class Divergence:
+    """The loss of an indexer for some queries.
+
+    Args:
+        index: The index of the queries; its keys are not used.
+        keys: The rows, with index keys in the channels after the latents.
+        found: The attention of the same queries.
+    """
+
+    def __init__(self, index: Index, keys: Rows, found: Attended) -> None:
+        self._index = index
+        self._axes = keys.axes
+        self._rows = keys.rows[..., found.queries.shape[-1] :]
+        products = torch.einsum(f"bsjd,{self._axes}d->bsjk", index.queries, self._rows)
+        self._products = products.relu()
+        scores = (index.weights.unsqueeze(2) @ self._products).squeeze(2)
+        self._log_shares = scores.masked_fill(~keys.seen, -torch.inf).log_softmax(-1)
+        self._log_shares = self._log_shares.masked_fill(~keys.seen, 0)
+        self._seen = keys.seen
+        self._target = found.weights.mean(1)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """(B, s), the divergence of each query; 0 for a query that sees nothing."""
+        target = self._target
+        return (target.xlogy(target) - target * self._log_shares).sum(-1)
+
+    def gradients(self, dloss: torch.Tensor) -> Gradients:
+        """Return the gradients of the index.
+
+        Args:
+            dloss: (B, s), the gradient of the loss.
+        """
+        shares = self._log_shares.exp().masked_fill(~self._seen, 0)
+        dscores = (shares - self._target) * dloss.unsqueeze(-1)
+        dweights = (self._products @ dscores.unsqueeze(-1)).squeeze(-1)
+        dproducts = dscores.unsqueeze(2) * self._index.weights.unsqueeze(-1)
+        dproducts = dproducts * (self._products > 0)
+        dqueries = torch.einsum(f"bsjk,{self._axes}d->bsjd", dproducts, self._rows)
+        drows = torch.einsum(f"bsjk,bsjd->{self._axes}d", dproducts, self._index.queries)
+        return Gradients(dqueries, drows, dweights)
+
+
+def chosen_rows(rows: torch.Tensor, chosen: torch.Tensor) -> Rows:
+    """Return the rows that queries have chosen.
+
+    Args:
+        rows: The rows of the whole sequence, (B, T, W + D).
+        chosen: Their positions for each query, (B, s, k); -1 where there is none.
+    """
+    seen = chosen >= 0
+    places = chosen.clamp(min=0).long().flatten(1).unsqueeze(-1)
+    own = rows.gather(1, places.expand(-1, -1, rows.shape[2]))
+    return Rows(wide(own).unflatten(1, chosen.shape[1:]), seen)
+
+
+def visible_rows(rows: torch.Tensor, visible: torch.Tensor) -> Rows:
+    """Return the rows up to the last one that some of the queries see.
+
+    Args:
+        rows: The rows of the whole sequence, (B, T, W + D).
+        visible: First visible key of each query, and the end of its keys, on the host: (B or 1, s, 2).
+    """
+    last = int(visible[..., 1].max())
+    places = torch.arange(last, device=rows.device)
+    bounds = visible.to(rows.device, non_blocking=True)
+    seen = (places >= bounds[..., :1]) & (places < bounds[..., 1:])
+    return Rows(wide(rows[:, :last]), seen)
+
+
+def add_rows(total: torch.Tensor, gradient: torch.Tensor, chosen: torch.Tensor | None) -> None:
+    """Add the gradients of rows to the gradients of the whole sequence.
+
+    Args:
+        total: (B, T, W + D), which is changed.
+        gradient: (B, s, k, W + D), or without `chosen` (B, k, W + D).
+        chosen: (B, s, k), as in `chosen_rows`, where it is -1 the gradient is 0. None: the first rows of the sequence.
+    """
+    if chosen is None:
+        total[:, : gradient.shape[1]] += gradient
+        return
+    offsets = torch.arange(total.shape[0], device=total.device) * total.shape[1]
+    places = chosen.clamp(min=0).long() + offsets.view(-1, 1, 1)
+    total.flatten(0, 1).index_add_(0, places.flatten(), gradient.flatten(0, 2))
+
+
+def queries_at_a_time(
+    q: torch.Tensor, up: torch.Tensor, row_channels: int, keys: int, *, own_rows: bool
+) -> int:
+    """Return how many queries are computed at a time, see `GATHERED_BYTES`.
+
+    Args:
+        q: (B, H, S, N + P).
+        up: (H, N + V, R).
+        row_channels: W + D.
+        keys: Number of keys of a query.
+        own_rows: Whether each query has rows of its own.
+    """
+    channels = 2 * q.shape[1] + own_rows * row_channels
+    size = q.shape[0] * keys * channels * wide_type(up.dtype).itemsize
+    return max(GATHERED_BYTES // max(size, 1), 1)

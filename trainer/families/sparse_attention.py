@@ -1,0 +1,71 @@
+"""Architectures of transformers in which an indexer chooses the keys of attention; sizes.toml has the sizes. Torch-free."""
+
+from trainer.config.errors import ConfigError
+from trainer.families.config_parts import Fields, Part, only
+from trainer.families.decoder_args import TransformerArgs
+from trainer.families.decoder_config_json import HFDecoder
+from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
+from trainer.families.mixers import IndexArgs
+from trainer.families.sparse import (
+    FURTHER,
+    LATENT,
+    MLP_TYPES,
+    NO_BIASES,
+    SIGMOID_EXPERTS,
+    SIGMOID_NAMES,
+)
+from trainer.hugging_face.config_json import Entries
+
+_INDEX = {"index_n_heads": "n_heads", "index_head_dim": "head_dim", "index_topk": "per_query"}
+_KINDS = ("indexed_attention", "deepseek_sparse_attention")
+"""Names of the only kind of layers: of transformers 5, and in some published files."""
+
+
+def _read_index(config: Entries, *, adjacent_pairs: bool) -> Fields:
+    n_layers = config.whole("num_hidden_layers")
+    config.only("layer_types", None, *([kind] * n_layers for kind in _KINDS))
+    config.only("indexer_types", None, ["full"] * n_layers)
+    config.only("index_topk_freq", None, 1)
+    config.only("index_topk_pattern", None, "F" * n_layers)
+    config.only("indexer_rope_interleave", adjacent_pairs)
+    sizes = {field: config.whole(key) for key, field in _INDEX.items()}
+    rotated = config.whole("qk_rope_head_dim")
+    if config.content.get("q_lora_rank") is None or sizes["head_dim"] < rotated:
+        raise ConfigError(
+            f"{config.file}: an indexer needs q_lora_rank, the latents of queries that it reads, and index_head_dim = "
+            f"{sizes['head_dim']} of at least qk_rope_head_dim = {rotated}"
+        )
+    return {"index": IndexArgs(**sizes, adjacent_pairs=adjacent_pairs)}
+
+
+def _write_index(args: TransformerArgs) -> Fields:
+    return {key: getattr(args.index, field) for key, field in _INDEX.items()}
+
+
+def _decoder(model_type: str, architecture: str, *, adjacent_pairs: bool) -> HFDecoder:
+    index = Part(
+        lambda config: _read_index(config, adjacent_pairs=adjacent_pairs),
+        _write_index,
+        ("index", "an indexer"),
+    )
+    return HFDecoder(
+        model_type,
+        architecture,
+        (
+            SIGMOID_EXPERTS,
+            MLP_TYPES,
+            NO_BIASES,
+            only("mlp_bias", False, written=True),
+            LATENT,
+            index,
+            FURTHER,
+        ),
+        names=SIGMOID_NAMES,
+        further=FURTHER_AS_LAYERS,
+    )
+
+
+FAMILIES = {
+    "deepseek_v32": _decoder("deepseek_v32", "DeepseekV32ForCausalLM", adjacent_pairs=False),
+    "glm_moe_dsa": _decoder("glm_moe_dsa", "GlmMoeDsaForCausalLM", adjacent_pairs=True),
+}
