@@ -19,6 +19,7 @@ import torch
 
 from longshard.context.attention import add_autocast_rules
 from longshard.context.execution.chunks import ChunkRows
+from longshard.context.execution.kernels.base import rows_first
 from longshard.context.execution.sparse_rows import (
     Attended,
     Divergence,
@@ -115,8 +116,9 @@ def operator(
     chosen = q.new_empty(*latent.shape[:2], 0, dtype=torch.int32)
     if call.how.per_query:
         keys = rows[..., latent.shape[2] :]
-        chosen = choose(call.index, keys, call.whole.visible, call.how.per_query)
-    out = q.new_empty(*q.shape[:3], _value_dim(q, latent, up))
+        where = call.whole.visible, call.how.per_query, call.whole.length
+        chosen = choose(call.index, keys, *where)
+    out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
     loss = q.new_zeros(latent.shape[:2], dtype=wide_type(q.dtype))
     lse = q.new_empty(q.shape[:3], dtype=loss.dtype)
     for part, keys, found in call.parts(rows, chosen):
@@ -139,17 +141,15 @@ def _operator_backward(
     chosen: torch.Tensor,
     plan: torch.Tensor | None,
     settings: Sequence[float],
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
-]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and those of the index."""
     call = _Call.of(q, latent, up, index, plan, settings)
     rows = call.whole.collected(torch.cat((latent, index[1]), -1))
     dtype = wide_type(q.dtype)
-    dq = torch.empty_like(q)
+    dq = rows_first(q, *q.shape[1:])
     dup = up.new_zeros(up.shape, dtype=dtype)
     drows = rows.new_zeros(rows.shape, dtype=dtype)
-    dindex = [torch.zeros_like(index[0]), torch.zeros_like(index[2])]
+    dindex = [x.new_zeros(x.shape) for x in (index[0], index[2])]
     for part, keys, found in call.parts(rows, chosen):
         gradients = attention_gradients(
             wide(dout[:, :, part]),
@@ -190,19 +190,22 @@ class _Whole:
         sequences: The numbers of the sequences in the batch.
         layer: The layer, for a sequence in chunks.
         visible: First visible key of each query, and the end of its keys, on the host: (B, S, 2), or (1, S, 2).
+        length: Number of tokens of the whole sequence.
     """
 
     live: LivePlan | None
     sequences: Sequence[int]
     layer: int
     visible: torch.Tensor
+    length: int
 
     @classmethod
     def of(cls, plan: torch.Tensor | None, rows: int) -> "_Whole":
         """Return the rows for a call. Counts a call of the plan."""
         if plan is None:
             ends = torch.arange(1, rows + 1, device="cpu")
-            return cls(None, (), 0, torch.stack((torch.zeros_like(ends), ends), -1)[None])
+            visible = torch.stack((torch.zeros_like(ends), ends), -1)
+            return cls(None, (), 0, visible[None], rows)
         live, sequences = resolve(plan)
         if rows != (expected := live.layout.local_length(live.rank)):
             raise ContextParallelError(
@@ -210,7 +213,8 @@ class _Whole:
                 "inputs by naming them in `context_parallel(buffers=...)`"
             )
         live.calls += 1
-        return cls(live, sequences, layer_of(plan), live.visible(sequences))
+        visible = live.visible(sequences)
+        return cls(live, sequences, layer_of(plan), visible, live.layout.length)
 
     def show_scores(self, lse: torch.Tensor) -> None:
         """Pass the log-sum-exp, (B, H, S), to the plan's hooks."""
@@ -264,7 +268,7 @@ class _Whole:
     @property
     def _everything(self) -> tuple[tuple[tuple[int, int]], ...]:
         """For each rank, the whole sequence."""
-        return (((0, self.live.layout.length),),) * self.live.layout.degree
+        return (((0, self.length),),) * self.live.layout.degree
 
 
 @dataclass(frozen=True)
@@ -336,15 +340,15 @@ class _Call:
 @operator.register_fake
 def _(q, latent, up, index, plan, settings):
     batch, rows = latent.shape[:2]
-    out = q.new_empty(*q.shape[:3], _value_dim(q, latent, up))
+    out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
     chosen = q.new_empty(batch, rows, int(settings[1]), dtype=torch.int32)
     return out, chosen, q.new_empty(batch, rows, dtype=wide_type(q.dtype))
 
 
 @_operator_backward.register_fake
 def _(dout, dloss, q, latent, up, index, chosen, plan, settings):
-    queries, keys, weights = index
-    return tuple(x.new_empty(x.shape) for x in (q, latent, up, queries, keys, weights))
+    others = (x.new_empty(x.shape) for x in (latent, up, *index))
+    return rows_first(q, *q.shape[1:]), *others
 
 
 def _save(ctx, inputs, output) -> None:

@@ -262,9 +262,7 @@ def exchange(
     return with_adjoint(x, fetched, returned)
 
 
-def returned_rows(
-    gradient: torch.Tensor, axis: Axis, wanted: Wanted, dim: int
-) -> torch.Tensor:
+def returned_rows(gradient: torch.Tensor, axis: Axis, wanted: Wanted, dim: int) -> torch.Tensor:
     """Return the sums of the gradients of this rank's rows, of which many ranks have copies; a collective.
 
     It is the adjoint of `exchange`. Sums are in float32 at least.

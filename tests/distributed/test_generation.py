@@ -58,9 +58,11 @@ MODELS = [
     Model(name="qwen3_next"),
     Model(name="granitemoehybrid"),
     Model(name="qwen3_5_moe"),
+    Model(name="deepseek_v32"),
 ]
 IDS = ["plain", "windows and sinks", "every second window", "convolution", "qwen3", "qwen2"]
 IDS += ["gpt_oss", "deepseek_v3", "kimi_linear", "qwen3_next", "granitemoehybrid", "qwen3_5_moe"]
+IDS += ["deepseek_v32"]
 
 
 def models(*quick: str) -> list[Any]:
@@ -174,6 +176,7 @@ def test_tensor_parallel_ranks_write_the_same(pool: WorkerPool, model: Model, sa
             ("windows and sinks", 2, 2, "ring", ()),
             ("convolution", 2, 4, "all_gather", ()),
             ("kimi_linear", 2, 4, "ring", ()),
+            ("deepseek_v32", 2, 4, "ring", ()),
             *((name, 2, 2, "ring", pytest.mark.slow) for name in IDS if name != "windows and sinks"),
             ("plain", 4, 4, "all_to_all", pytest.mark.slow),
             ("gpt_oss", 2, 4, "ring", pytest.mark.slow),

@@ -34,6 +34,7 @@ MODELS = {
     "gpt-oss: experts, windows, sinks, documents": [DOCUMENTS, "--model.name=gpt_oss"],
     "experts with an auxiliary loss": ["--model.name=qwen3_moe"],
     "latents, documents": [DOCUMENTS, "--model.name=deepseek_v3"],
+    "chosen keys, documents": [DOCUMENTS, "--model.name=deepseek_v32"],
     "tied embeddings": ["--model.flavor=tiny_tied"],
     "one micro-batch": ["--training.global_batch_size=-1"],
 }

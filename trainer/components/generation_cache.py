@@ -265,23 +265,19 @@ class GenerationCache:
 
         scores: (B, S, T). Of equal scores the earlier tokens count.
         """
-        places = self._positions[:, None, : scores.shape[2]].expand_as(scores)
-        spare = per_query - scores.shape[2]
-        if spare > 0:  # all ranks send the same number
-            scores = F.pad(scores, (0, spare), value=-torch.inf)
-            places = F.pad(places, (0, spare), value=-1)
-        values, own = highest(scores, places, per_query)
-        values, all_places = (
-            x.movedim(0, -2).flatten(-2)
-            for x in (all_gather(values, self._cp), all_gather(own, self._cp))
+        kept = self._positions[:, None, : scores.shape[2]]
+        places = kept.clamp(min=0).expand_as(scores)
+        texts, new, _ = scores.shape
+        whole = scores.new_full((texts, new, self._capacity * self._cp.size()), -torch.inf)
+        whole.scatter_reduce_(-1, places, scores, "amax")
+        all_reduce(whole, self._cp, "max")
+        numbers = torch.arange(whole.shape[2], device=scores.device).expand_as(whole)
+        _, chosen = highest(whole, numbers, per_query)
+        return (
+            torch.zeros_like(whole, dtype=torch.bool)
+            .scatter_(-1, chosen, True)
+            .gather(-1, places)
         )
-        order = all_places.argsort(-1)
-        values, all_places = (x.gather(-1, order) for x in (values, all_places))
-        values, all_places = highest(values, all_places, per_query)
-        least = values.amin(-1, keepdim=True)
-        last = all_places.masked_fill(values > least, -1).amax(-1, keepdim=True)
-        chosen = (scores > least) | ((scores == least) & (places <= last))
-        return chosen[..., : chosen.shape[2] - max(spare, 0)]
 
     def _keep_new(
         self, module: nn.Module, k: torch.Tensor, v: torch.Tensor

@@ -1,4 +1,4 @@
-"""Architectures of transformers in which an indexer chooses the keys of attention; sizes.toml has the sizes. Torch-free."""
+"""Architectures of transformers in which an indexer chooses the keys of attention. Torch-free."""
 
 from trainer.config.errors import ConfigError
 from trainer.families.config_parts import Fields, Part, only

@@ -22,7 +22,13 @@ from trainer.families.args import (
     windows_of,
 )
 from trainer.families.feed_forward_args import has_grouped_product
-from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
+from trainer.job.attention import (
+    check_qk_clip,
+    faster_packages,
+    kernel_of,
+    resolve_attention,
+    trains_indexers_alone,
+)
 from trainer.job.data import (
     check_chat,
     check_mixture,
@@ -319,7 +325,8 @@ def _attention(job: ResolvedJob) -> str:
         mask += f", a window of {widths[0]:,} tokens{where}"
     parts = [mask]
     if job.degrees.cp > 1:
-        chosen = f" (auto: {job.attention_reason})" if job.attention_reason else ""
+        auto = "auto: " if config.parallelism.context_parallel_method == "auto" else ""
+        chosen = f" ({auto}{job.attention_reason})" if job.attention_reason else ""
         parts.append(f"{options.method} over {job.degrees.cp} ranks{chosen}")
         parts.append(
             {
@@ -328,6 +335,8 @@ def _attention(job: ResolvedJob) -> str:
                 "balanced": "balanced: documents assigned by work and traffic, for each batch",
             }[options.balancer]
         )
+    if trains_indexers_alone(config, job.model):
+        parts[0] += ", all keys that a query sees: optimizer.groups trains indexers alone"
     how = "auto: by device, type and tiles" if options.kernel == "auto" else "as set"
     faster = faster_packages(job.kernel, config)
     return "; ".join([*parts, f"kernel {job.kernel} ({how})", *([faster] if faster else [])])

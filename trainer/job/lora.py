@@ -9,8 +9,8 @@ from trainer.families.args import ModelArgs, expert_layers, experts_of
 from trainer.hugging_face.pairs import Shape
 from trainer.job.pipeline_stages import PipelinePlan
 
-_GATES = ("gate", "shared_gate")
-"""Linear modules that choose experts; they have no adapters."""
+_GATES = ("gate", "shared_gate", "queries", "keys", "head_weights")
+"""Linear modules that choose experts, or keys; they have no adapters."""
 
 
 def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | None) -> None:

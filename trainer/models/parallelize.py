@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.families.decoder_tensors import hf_tensor
+from trainer.job.attention import trains_indexers_alone
 from trainer.job.record import ResolvedJob
 from trainer.models.chunked_loss import apply_chunked_loss
 from trainer.models.decay import Decay
@@ -64,6 +65,9 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     if dims.degrees.ep not in (None, 1):  # 4. replaces the forward of experts
         for experts in _experts(model).values():
             parallelize_module(experts, dims["ep"], ExpertParallel())
+    if trains_indexers_alone(job.config, job.model):
+        for block in model.layers.values():
+            block.attention.inner_attention.per_query = 0
     if job.attention is not None:  # 5. replaces the forward of attention and of convolutions
         for block in model.layers.values():
             styles = block.attention.context_parallel_styles(job.attention, dims.size("cp"))

@@ -5,8 +5,8 @@ scores (DeepSeek-V3.2-Exp, 2025; names of shapes as there):
 
     I(t, s) = sum over index heads j of w_j(t) relu(q_j(t) . k(s))
 
-Scores are computed in tiles of fixed size, and the best keys so far are kept: no matrix of all pairs exists. Of equal
-scores the earlier key counts. Attention reads latents as they are (`latent.absorbed`). All numbers are float32 at
+Scores are computed in tiles, and the best keys so far are kept: no matrix of all pairs exists. All tiles of a sequence
+have one size, so that a score has the same bits in each tile and on each rank. Of equal scores the earlier key counts. Attention reads latents as they are (`latent.absorbed`). All numbers are float32 at
 least. No GPU kernel of this attention is used.
 
 The indexer learns by a loss of its own: the divergence of softmax(I) from the mean of the heads' attention weights, over
@@ -20,8 +20,8 @@ import torch
 from longshard.context.execution.latent import absorbed
 from longshard.sharding.tensors import wide, wide_type
 
-QUERIES, KEYS = 64, 1024
-"""Size of a tile of index scores. It is fixed, so that a score has the same bits in each tile and on each rank."""
+QUERIES, KEYS = 256, 4096
+"""Largest tile of index scores."""
 GATHERED_BYTES = 1 << 28
 """The most bytes of chosen rows and of their scores at a time. At least one query is computed at a time."""
 
@@ -38,7 +38,7 @@ class Index(NamedTuple):
 
 
 def choose(
-    index: Index, keys: torch.Tensor, visible: torch.Tensor, per_query: int
+    index: Index, keys: torch.Tensor, visible: torch.Tensor, per_query: int, length: int
 ) -> torch.Tensor:
     """Return the positions of the keys that each query attends to, ascending: (B, S, per_query) int32.
 
@@ -46,32 +46,35 @@ def choose(
 
     Args:
         index: The index of this rank's queries; its keys are not used.
-        keys: Index keys of the whole sequence, (B, T, D).
+        keys: Index keys of the sequence up to the last visible one, or more, (B, T, D).
         visible: First visible key of each query, and the end of its keys, on the host: (B, S, 2), or (1, S, 2).
         per_query: Number of keys of a query.
+        length: Number of tokens of the whole sequence, by which all ranks choose one size of tiles.
     """
     batch, rows = index.weights.shape[:2]
-    chosen = torch.full(
-        (batch, rows, per_query), -1, dtype=torch.int32, device=keys.device
-    )
-    for start in range(0, rows, QUERIES):
-        part = slice(start, start + QUERIES)
+    device = keys.device
+    chosen = torch.full((batch, rows, per_query), -1, dtype=torch.int32, device=device)
+    step, width = (min(most, -(-length // 16) * 16) for most in (QUERIES, KEYS))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
         limits = visible[:, part]
-        bounds = limits.to(keys.device, non_blocking=True)
-        queries = _filled(index.queries[:, part], QUERIES)
-        weights = _filled(index.weights[:, part], QUERIES)
-        best = None
-        first = int(limits[..., 0].min()) // KEYS * KEYS
-        for tile in range(first, int(limits[..., 1].max()), KEYS):
-            scores = index_scores(queries, _filled(keys[:, tile : tile + KEYS], KEYS), weights)
-            places = torch.arange(tile, tile + KEYS, device=keys.device)
+        bounds = limits.to(device, non_blocking=True)
+        queries = _filled(index.queries[:, part], step)
+        weights = _filled(index.weights[:, part], step)
+        best = (queries.new_empty(batch, limits.shape[1], 0, dtype=wide_type(queries.dtype)),)
+        best += (best[0].long(),)
+        first = int(limits[..., 0].min()) // width * width
+        for tile in range(first, int(limits[..., 1].max()), width):
+            scores = index_scores(
+                queries, _filled(keys[:, tile : tile + width], width), weights
+            )
+            places = torch.arange(tile, tile + width, device=device)
             seen = (places >= bounds[..., :1]) & (places < bounds[..., 1:])
             scores = scores[:, : limits.shape[1]].masked_fill(~seen, -torch.inf)
-            best = _best(best, scores, places.expand_as(scores), per_query)
-        if best is not None:
-            values, places = best
-            places = places.masked_fill(values == -torch.inf, -1)
-            chosen[:, part, : places.shape[-1]] = places.to(torch.int32)
+            pairs = zip(best, (scores, places.expand_as(scores)), strict=True)
+            best = highest(*(torch.cat(pair, -1) for pair in pairs), per_query)
+        values, places = best
+        chosen[:, part, : values.shape[2]] = places.masked_fill(values == -torch.inf, -1).int()
     return chosen
 
 
@@ -96,22 +99,6 @@ def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
     if not missing:
         return x
     return torch.cat((x, x.new_zeros(x.shape[0], missing, *x.shape[2:])), 1)
-
-
-def _best(
-    before: tuple[torch.Tensor, torch.Tensor] | None,
-    scores: torch.Tensor,
-    places: torch.Tensor,
-    number: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the highest scores and their places, (B, S, number or fewer), in the order of the places.
-
-    before: the best ones of earlier tiles. scores, places: (B, S, KEYS) of this tile.
-    """
-    if before is not None:
-        scores = torch.cat((before[0], scores), -1)
-        places = torch.cat((before[1], places), -1)
-    return highest(scores, places, number)
 
 
 def highest(
