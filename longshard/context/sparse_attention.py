@@ -12,7 +12,6 @@ its plan by the handle (`live.py`).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,8 +33,9 @@ from longshard.context.execution.sparse_rows import (
     visible_rows,
 )
 from longshard.context.live import LivePlan, layer_of, resolve
+from longshard.context.planning.mask import causal
 from longshard.context.planning.options import ContextParallelError
-from longshard.sharding.ranges import Offsets
+from longshard.sharding.ranges import Offsets, Wanted
 from longshard.sharding.rows import Axis, fetch, returned_rows
 from longshard.sharding.tensors import wide, wide_type
 
@@ -111,22 +111,22 @@ def operator(
     Returns:
         As `SparseResult`.
     """
-    call = _Call.of(q, latent, up, index, plan, settings)
-    rows = call.whole.collected(torch.cat((latent, index[1]), -1))
+    call = _call(q, latent, up, index, plan, settings)
+    whole = call.whole
     chosen = q.new_empty(*latent.shape[:2], 0, dtype=torch.int32)
     if call.how.per_query:
-        keys = rows[..., latent.shape[2] :]
-        where = call.whole.visible, call.how.per_query, call.whole.length
-        chosen = choose(call.index, keys, *where)
+        keys = call.rows[..., latent.shape[2] :]
+        chosen = choose(call.index, keys, whole.visible, call.how.per_query, whole.length)
     out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
     loss = q.new_zeros(latent.shape[:2], dtype=wide_type(q.dtype))
-    lse = q.new_empty(q.shape[:3], dtype=loss.dtype)
-    for part, keys, found in call.parts(rows, chosen):
+    lse = loss.new_empty(q.shape[:3])
+    for part, keys, found in call.parts(chosen):
         out[:, :, part] = found.output.to(out.dtype)
         lse[:, :, part] = found.lse
         if call.how.learns:
             loss[:, part] = Divergence(call.index_at(part), keys, found).loss
-    call.whole.show_scores(lse)
+    if whole.live is not None:
+        whole.live.show_scores(whole.layer, lse, whole.sequences)
     return out, chosen, loss
 
 
@@ -143,37 +143,28 @@ def _operator_backward(
     settings: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and those of the index."""
-    call = _Call.of(q, latent, up, index, plan, settings)
-    rows = call.whole.collected(torch.cat((latent, index[1]), -1))
-    dtype = wide_type(q.dtype)
+    call = _call(q, latent, up, index, plan, settings)
+    rows = call.rows
     dq = rows_first(q, *q.shape[1:])
-    dup = up.new_zeros(up.shape, dtype=dtype)
-    drows = rows.new_zeros(rows.shape, dtype=dtype)
-    dindex = [x.new_zeros(x.shape) for x in (index[0], index[2])]
-    for part, keys, found in call.parts(rows, chosen):
-        gradients = attention_gradients(
-            wide(dout[:, :, part]),
-            wide(q[:, :, part]),
-            keys,
-            found,
-            wide(up),
-            call.how.scale,
-        )
+    dup = wide(up).new_zeros(up.shape)
+    drows = wide(rows).new_zeros(rows.shape)
+    queries, keys, weights = (x.new_zeros(x.shape) for x in index)
+    for part, seen, found in call.parts(chosen):
+        inputs = wide(dout[:, :, part]), wide(q[:, :, part]), seen, found, wide(up)
+        gradients = attention_gradients(*inputs, call.how.scale)
         dq[:, :, part] = gradients.queries.to(dq.dtype)
         dup += gradients.weights
-        added = gradients.rows
-        key_gradient = added.new_zeros(*added.shape[:-1], index[1].shape[2])
+        dkeys = gradients.rows.new_zeros(*gradients.rows.shape[:-1], keys.shape[2])
         if call.how.learns:
-            loss = Divergence(call.index_at(part), keys, found)
-            of_index = loss.gradients(dloss[:, part])
-            dindex[0][:, part] = of_index.queries.to(q.dtype)
-            dindex[1][:, part] = of_index.weights.to(q.dtype)
-            key_gradient = of_index.rows
+            learned = Divergence(call.index_at(part), seen, found).gradients(dloss[:, part])
+            queries[:, part] = learned.queries.to(q.dtype)
+            weights[:, part] = learned.weights.to(q.dtype)
+            dkeys = learned.rows
         own = chosen[:, part] if call.how.per_query else None
-        add_rows(drows, torch.cat((added, key_gradient), -1), own)
+        add_rows(drows, torch.cat((gradients.rows, dkeys), -1), own)
     returned = call.whole.returned(drows).to(latent.dtype)
-    dlatent, dkeys = returned.split([latent.shape[2], index[1].shape[2]], -1)
-    return dq, dlatent.clone(), dup.to(up.dtype), dindex[0], dkeys.clone(), dindex[1]
+    dlatent, dkeys = returned.tensor_split([latent.shape[2]], -1)
+    return dq, dlatent.clone(), dup.to(up.dtype), queries, dkeys.clone(), weights
 
 
 def _value_dim(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> int:
@@ -181,9 +172,8 @@ def _value_dim(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> int:
     return up.shape[1] + latent.shape[2] - up.shape[2] - q.shape[3]
 
 
-@dataclass(frozen=True)
 class _Whole:
-    """The rows of the whole sequence, of which this rank, or chunk, has some.
+    """The whole sequence, of which this rank, or chunk, has some rows.
 
     Attributes:
         live: The open plan; None if this rank has all rows.
@@ -191,47 +181,38 @@ class _Whole:
         layer: The layer, for a sequence in chunks.
         visible: First visible key of each query, and the end of its keys, on the host: (B, S, 2), or (1, S, 2).
         length: Number of tokens of the whole sequence.
+        chunk: As in the plan.
     """
 
-    live: LivePlan | None
-    sequences: Sequence[int]
-    layer: int
-    visible: torch.Tensor
-    length: int
+    live: LivePlan | None = None
+    chunk: tuple[int, ChunkRows] | None = None
 
-    @classmethod
-    def of(cls, plan: torch.Tensor | None, rows: int) -> "_Whole":
-        """Return the rows for a call. Counts a call of the plan."""
+    def __init__(self, plan: torch.Tensor | None, rows: int) -> None:
+        """Find the plan, check the number of this rank's rows, and count a call of the plan."""
+        self.length = rows
         if plan is None:
-            ends = torch.arange(1, rows + 1, device="cpu")
-            visible = torch.stack((torch.zeros_like(ends), ends), -1)
-            return cls(None, (), 0, visible[None], rows)
-        live, sequences = resolve(plan)
+            self.visible = torch.from_numpy(causal(rows).intervals())
+            return
+        live, self.sequences = resolve(plan)
         if rows != (expected := live.layout.local_length(live.rank)):
             raise ContextParallelError(
                 f"sparse attention got {rows} rows of the sequence and its plan has {expected} for this rank; cut the "
                 "inputs by naming them in `context_parallel(buffers=...)`"
             )
         live.calls += 1
-        visible = live.visible(sequences)
-        return cls(live, sequences, layer_of(plan), visible, live.layout.length)
-
-    def show_scores(self, lse: torch.Tensor) -> None:
-        """Pass the log-sum-exp, (B, H, S), to the plan's hooks."""
-        if self.live is not None:
-            self.live.show_scores(self.layer, lse, self.sequences)
-
-    @property
-    def _waiting(self) -> tuple[int, ChunkRows] | None:
-        return None if self.live is None else self.live.chunk
+        self.live = live
+        self.chunk = live.chunk
+        self.layer = layer_of(plan)
+        self.length = live.layout.length
+        self.visible = live.visible(self.sequences)
 
     def collected(self, own: torch.Tensor) -> torch.Tensor:
         """Return all rows in the order of the sequence, (B, T, C); for a chunk, the rows up to its end."""
         if self.live is None:
             return own
-        if self._waiting is None:
-            return fetch(own, self._axis, self._everything, 1)
-        number, waiting = self._waiting
+        if self.chunk is None:
+            return fetch(own, *self._wanted, 1)
+        number, waiting = self.chunk
         ranges = self.live.layout.ranges
         key = self.layer, number
         if number + 1 < len(ranges) and key not in waiting.rows:
@@ -246,34 +227,37 @@ class _Whole:
         """Return the sums of the gradients of this rank's rows, (B, S, C), from gradients of all rows."""
         if self.live is None:
             return gradient
-        if self._waiting is None:
-            if self._axis.degree == 1:
-                return gradient
-            return returned_rows(gradient, self._axis, self._everything, 1)
-        number, waiting = self._waiting
-        ranges = self.live.layout.ranges
-        *earlier, own = gradient.split(self.live.layout.lengths[: number + 1], 1)
+        if self.chunk is None:
+            return returned_rows(gradient, *self._wanted, 1)
+        number, waiting = self.chunk
+        layout = self.live.layout
+        *earlier, own = gradient.split(layout.lengths[: number + 1], 1)
         for i, part in enumerate(earlier):
-            if part.shape[1]:
-                waiting.add((self.layer, i), ranges[i], part.transpose(0, 1).contiguous())
+            waiting.add((self.layer, i), layout.ranges[i], part.transpose(0, 1).contiguous())
         key = self.layer, number
         if waiting.rows.pop(key, None) is not None and key in waiting.gradients:
             own = own + waiting.gradients.pop(key).take().transpose(0, 1)
         return own
 
     @property
-    def _axis(self) -> Axis:
-        return Axis(self.live.layout, self.live.mesh.get_group())
-
-    @property
-    def _everything(self) -> tuple[tuple[tuple[int, int]], ...]:
-        """For each rank, the whole sequence."""
-        return (((0, self.length),),) * self.live.layout.degree
+    def _wanted(self) -> tuple[Axis, Wanted]:
+        """The sharded axis, and the rows that each rank wants: the whole sequence."""
+        axis = Axis(self.live.layout, self.live.mesh.get_group())
+        return axis, (((0, self.length),),) * axis.degree
 
 
-@dataclass(frozen=True)
-class _Call:
-    """One call of the operator, forward or backward."""
+class _Call(NamedTuple):
+    """One call of the operator, forward or backward.
+
+    Attributes:
+        q: The queries, (B, H, S, N + P).
+        up: (H, N + V, R).
+        latent_dim: R + P.
+        index: The index of this rank's rows.
+        how: The settings.
+        whole: The whole sequence.
+        rows: Latents and index keys of the whole sequence, (B, T, R + P + D).
+    """
 
     q: torch.Tensor
     up: torch.Tensor
@@ -281,52 +265,19 @@ class _Call:
     index: Index
     how: SparseSettings
     whole: _Whole
-
-    @classmethod
-    def of(
-        cls,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        up: torch.Tensor,
-        index: Sequence[torch.Tensor],
-        plan: torch.Tensor | None,
-        settings: Sequence[float],
-    ) -> "_Call":
-        """Check the inputs of a call and return it."""
-        scale, per_query, learns = settings
-        index = Index(*index)
-        rows = latent.shape[:2]
-        fits = (
-            (q.ndim, latent.ndim, up.ndim) == (4, 3, 3)
-            and (q.shape[0], q.shape[2]) == rows
-            and up.shape[0] == q.shape[1]
-            and 0 < _value_dim(q, latent, up)
-            and index.queries.shape == (*index.weights.shape, index.keys.shape[-1])
-            and index.weights.shape[:2] == index.keys.shape[:2] == rows
-        )
-        if not fits:
-            raise ContextParallelError(
-                f"sparse attention got q {tuple(q.shape)}, latents {tuple(latent.shape)}, up {tuple(up.shape)} and an "
-                f"index of {', '.join(str(tuple(x.shape)) for x in index)}. Give (B, H, S, N + P), (B, S, R + P), "
-                "(H, N + V, R), (B, S, J, D), (B, S, D) and (B, S, J)"
-            )
-        how = SparseSettings(scale, int(per_query), bool(learns))
-        return cls(q, up, latent.shape[2], index, how, _Whole.of(plan, rows[1]))
+    rows: torch.Tensor
 
     def index_at(self, part: slice) -> Index:
         """Return the index of some queries, in a wide type; its keys are not used."""
         queries, keys, weights = self.index
         return Index(wide(queries[:, part]), keys, wide(weights[:, part]))
 
-    def parts(
-        self, rows: torch.Tensor, chosen: torch.Tensor
-    ) -> Iterator[tuple[slice, Rows, Attended]]:
-        """Yield parts of the queries, with the rows that they attend to and their attention."""
+    def parts(self, chosen: torch.Tensor) -> Iterator[tuple[slice, Rows, Attended]]:
+        """Yield parts of the queries, with the rows that they attend to and their attention. chosen: (B, S, k)."""
+        rows = self.rows
         per_query = self.how.per_query
-        keys = per_query or rows.shape[1]
-        options = {"own_rows": per_query > 0}
-        size = queries_at_a_time(self.q, self.up, rows.shape[2], keys, **options)
-        up = wide(self.up)
+        row_channels = rows.shape[2] if per_query else 0
+        size = queries_at_a_time(self.q, row_channels, per_query or rows.shape[1])
         for start in range(0, self.q.shape[2], size):
             part = slice(start, start + size)
             if per_query:
@@ -334,7 +285,30 @@ class _Call:
             else:
                 seen = visible_rows(rows, self.whole.visible[:, part])
             q = wide(self.q[:, :, part])
-            yield part, seen, attend(q, seen, self.latent_dim, up, self.how.scale)
+            yield part, seen, attend(q, seen, self.latent_dim, wide(self.up), self.how.scale)
+
+
+def _call(q, latent, up, index, plan, settings) -> _Call:
+    """Check the inputs of a call; return it with the rows of the whole sequence, a collective."""
+    rows = latent.shape[:2]
+    index = Index(*index)
+    fits = (
+        (q.ndim, latent.ndim, up.ndim) == (4, 3, 3)
+        and (q.shape[0], q.shape[2]) == index.keys.shape[:2] == rows
+        and up.shape[0] == q.shape[1]
+        and index.queries.shape == (*rows, index.weights.shape[2], index.keys.shape[2])
+    )
+    if not fits:
+        raise ContextParallelError(
+            f"sparse attention got q {tuple(q.shape)}, latents {tuple(latent.shape)}, up {tuple(up.shape)} and an "
+            f"index of {', '.join(str(tuple(x.shape)) for x in index)}. Give (B, H, S, N + P), (B, S, R + P), "
+            "(H, N + V, R), (B, S, J, D), (B, S, D) and (B, S, J)"
+        )
+    scale, per_query, learns = settings
+    how = SparseSettings(scale, int(per_query), bool(learns))
+    whole = _Whole(plan, rows[1])
+    collected = whole.collected(torch.cat((latent, index.keys), -1))
+    return _Call(q, up, latent.shape[2], index, how, whole, collected)
 
 
 @operator.register_fake

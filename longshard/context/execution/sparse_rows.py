@@ -58,7 +58,6 @@ def choose(
     for start in range(0, rows, step):
         part = slice(start, start + step)
         limits = visible[:, part]
-        bounds = limits.to(device, non_blocking=True)
         queries = _filled(index.queries[:, part], step)
         weights = _filled(index.weights[:, part], step)
         best = (queries.new_empty(batch, limits.shape[1], 0, dtype=wide_type(queries.dtype)),)
@@ -69,7 +68,7 @@ def choose(
                 queries, _filled(keys[:, tile : tile + width], width), weights
             )
             places = torch.arange(tile, tile + width, device=device)
-            seen = (places >= bounds[..., :1]) & (places < bounds[..., 1:])
+            seen = _is_visible(places, limits)
             scores = scores[:, : limits.shape[1]].masked_fill(~seen, -torch.inf)
             pairs = zip(best, (scores, places.expand_as(scores)), strict=True)
             best = highest(*(torch.cat(pair, -1) for pair in pairs), per_query)
@@ -95,10 +94,9 @@ def index_scores(
 
 def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
     """Return x, (B, rows or fewer, ...), with zeros up to this number of rows."""
-    missing = rows - x.shape[1]
-    if not missing:
-        return x
-    return torch.cat((x, x.new_zeros(x.shape[0], missing, *x.shape[2:])), 1)
+    filled = x.new_zeros(x.shape[0], rows, *x.shape[2:])
+    filled[:, : x.shape[1]] = x
+    return filled
 
 
 def highest(
@@ -294,9 +292,13 @@ def visible_rows(rows: torch.Tensor, visible: torch.Tensor) -> Rows:
     """
     last = int(visible[..., 1].max())
     places = torch.arange(last, device=rows.device)
-    bounds = visible.to(rows.device, non_blocking=True)
-    seen = (places >= bounds[..., :1]) & (places < bounds[..., 1:])
-    return Rows(wide(rows[:, :last]), seen)
+    return Rows(wide(rows[:, :last]), _is_visible(places, visible))
+
+
+def _is_visible(places: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return which keys queries see, (B or 1, s, T). places: (T,) positions of the keys; visible: (B or 1, s, 2)."""
+    start, stop = visible.to(places.device, non_blocking=True).split(1, -1)
+    return (places >= start) & (places < stop)
 
 
 def add_rows(total: torch.Tensor, gradient: torch.Tensor, chosen: torch.Tensor | None) -> None:
@@ -315,18 +317,14 @@ def add_rows(total: torch.Tensor, gradient: torch.Tensor, chosen: torch.Tensor |
     total.flatten(0, 1).index_add_(0, places.flatten(), gradient.flatten(0, 2))
 
 
-def queries_at_a_time(
-    q: torch.Tensor, up: torch.Tensor, row_channels: int, keys: int, *, own_rows: bool
-) -> int:
+def queries_at_a_time(q: torch.Tensor, row_channels: int, keys: int) -> int:
     """Return how many queries are computed at a time, see `GATHERED_BYTES`.
 
     Args:
         q: (B, H, S, N + P).
-        up: (H, N + V, R).
-        row_channels: W + D.
+        row_channels: Channels of a row; 0 if all queries have the same rows.
         keys: Number of keys of a query.
-        own_rows: Whether each query has rows of its own.
     """
-    channels = 2 * q.shape[1] + own_rows * row_channels
-    size = q.shape[0] * keys * channels * wide_type(up.dtype).itemsize
+    channels = 2 * q.shape[1] + row_channels
+    size = q.shape[0] * keys * channels * wide_type(q.dtype).itemsize
     return max(GATHERED_BYTES // max(size, 1), 1)
