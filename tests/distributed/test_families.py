@@ -24,6 +24,7 @@ from trainer.components import generation
 from trainer.config.schema import Model
 from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
+from trainer.models.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.decay import Decay
 from trainer.models.model_spec import hf_model, model_spec
 
@@ -75,6 +76,7 @@ def gradients_case(family: str, folder: str, tokens: torch.Tensor) -> dict[str, 
         load_weights([HFReader(HFFolder(Path(folder)), hf_model(spec, job.model))], [part])
         options = job.attention or ContextParallelOptions()
         settings = {"buffer_seq_dims": [1], "options": options, "local_attention": True}
+        normalise_auxiliary_losses(part, torch.ones(()))
         with context_parallel(dims["cp"], buffers=[tokens], **settings) as cp:
             plan = cp.attention_plan if job.attention else None
             loss_of(part.output(part(tokens, attention_plan=plan))).backward()
@@ -173,7 +175,7 @@ LAYOUTS = {
 }
 NEW = dict.fromkeys(family for family, _ in MODELS.values() if family not in ("qwen3", "qwen3_moe"))
 QUICK = {(family, layout) for family in ("olmo3", "deepseek_v3", "granitemoehybrid") for layout in ("cp2+tp2", "tp2")}
-QUICK |= {("smollm3", "pp2"), ("gemma3", "tp2"), ("qwen3_next", "cp2"), ("kimi_linear", "tp2")}
+QUICK |= {("deepseek_v32", "tp2"), ("smollm3", "pp2"), ("gemma3", "tp2"), ("qwen3_next", "cp2"), ("kimi_linear", "tp2")}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.mutants import (
     models_of_others,
     optimizers,
     planner,
+    sparse_attention,
     step,
 )
 from tests.mutants.mutant import Mutant
@@ -39,6 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *experts.EXPERTS,
     *families.FAMILIES,
     *hybrid.HYBRID,
+    *sparse_attention.SPARSE,
     *step.FAMILIES,
     *step.LAYOUTS,
     *job.DATA,

@@ -1,0 +1,112 @@
+"""Laws of training with sparse attention: layouts change nothing, indexers learn what attention reads, and warm up."""
+
+import pytest
+import torch
+
+from longshard.context.execution.sparse_rows import Index
+from longshard.context.sparse_attention import SparseSettings, sparse_attention
+from tests.distributed.harness import FAMILY_FLAVORS, assert_parity, run_layout
+from tests.distributed.pool import WorkerPool
+from tests.distributed.test_activation_checkpoint import MODES, counted_case
+from tests.distributed.test_parity import degrees, reference
+from tests.slow import slow
+from trainer.config.loader import parse_command_line
+from trainer.job.attention import trains_indexers_alone
+
+pytestmark = pytest.mark.about("trainer/models/sparse_attention.py")
+
+MODEL = ["--model.name=deepseek_v32", "--training.attention_mask=document", "--training.dtype=float64"]
+COMPILED = ["--compile.enable", "--compile.backend=inductor"]
+OTHERS = ["--optimizer.groups", "{parameters = '*', lr_factor = 0.0}"]
+WARM_UP = [OTHERS[0], "{parameters = '*.indexer.*', lr_factor = 1.0}", OTHERS[1]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments"),
+    [
+        (2, [*degrees(cp=2), *MODES["op"]]),
+        *slow(
+            (2, [*degrees(cp=2), *MODES["full"], "--parallelism.context_parallel_load_balancer=balanced"]),
+            (2, [*degrees(cp=2), *COMPILED, *MODES["op"]]),
+            (4, [*degrees(cp=2, tp=2), *COMPILED]),
+            (3, [*degrees(cp=3)]),
+            (8, [*degrees(dp_shard=2, cp=2, tp=2)]),
+        ),
+    ],
+)
+def test_a_layout_equals_one_process(pool: WorkerPool, ranks: int, arguments: list[str]) -> None:
+    """Losses, weights, and all gradients, also those of the indexers."""
+    got = pool.run(ranks, run_layout, [*MODEL, *arguments])[0]
+    wanted = reference(pool, *MODEL)
+    indexers = [gradient for name, gradient in wanted.gradients[0].items() if ".indexer." in name]
+    assert min(gradient.norm() for gradient in indexers) > 0
+    assert_parity(got, wanted, 1e-10)
+
+
+def test_recomputation_by_operator_runs_the_operator_once(pool: WorkerPool) -> None:
+    layers = FAMILY_FLAVORS["deepseek_v32"]["tiny"].n_layers
+    for mode, times in (("op", 1), ("full", 2)):
+        counts, *_ = pool.run(1, counted_case, [*MODEL, *MODES[mode]])[0]
+        assert counts["longshard::sparse_attention"] == times * layers
+        assert counts["longshard::sparse_attention_backward"] == layers
+
+
+def shares(index: Index, inputs: list[torch.Tensor], per_query: int) -> torch.Tensor:
+    """Return the mean share of full attention that the chosen keys of a query have."""
+    q, latent, up = inputs
+    chosen = sparse_attention(q, latent, up, index, None, SparseSettings(1.0, per_query)).chosen
+    queries = torch.cat((q[..., :4] @ up[:, :4], q[..., 4:]), -1)
+    rows = latent.shape[1]
+    later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
+    weights = (queries @ latent.unsqueeze(1).mT).masked_fill(later, -torch.inf).softmax(-1).mean(1)
+    spare = chosen.long().masked_fill(chosen < 0, rows)
+    return torch.nn.functional.pad(weights, (0, 1)).gather(-1, spare).sum(-1).mean()
+
+
+@pytest.mark.parametrize("stages", [(0,), (8,), (0, 8)])
+def test_an_indexer_learns_which_keys_attention_reads(stages: tuple[int, ...]) -> None:
+    """By the dense warm-up (0 keys), the sparse stage, and one after the other. Without learning it chooses by chance."""
+    torch.manual_seed(0)
+    features = torch.randn(2, 64, 12)
+    make = [torch.randn(12, width) / 12**0.5 for width in (2 * 6, 6)]
+    q = (features @ make[0]).unflatten(-1, (2, 6)).transpose(1, 2) * 2
+    inputs = [q, features @ make[1], torch.randn(2, 4 + 3, 4)]
+    weights = [torch.nn.Parameter(torch.randn(12, width) / 12**0.5) for width in (4 * 8, 8, 4)]
+    optimizer = torch.optim.Adam(weights, lr=0.02)
+
+    def index() -> Index:
+        queries, keys, heads = (features @ weight for weight in weights)
+        return Index(queries.unflatten(-1, (4, 8)), keys, heads)
+
+    start = shares(index(), inputs, 8)
+    losses = []
+    for per_query in stages:
+        for _ in range(150):
+            result = sparse_attention(*inputs, index(), None, SparseSettings(1.0, per_query, learns=True))
+            losses.append(result.loss.mean())
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]
+    assert shares(index(), inputs, 8) > start + 0.15
+
+
+def test_the_warm_up_trains_indexers_alone_and_reads_all_keys(pool: WorkerPool) -> None:
+    arguments = [*MODEL, *WARM_UP]
+    warm = pool.run(2, run_layout, [*arguments, *degrees(cp=2)])[0]
+    assert_parity(warm, pool.run(1, run_layout, arguments)[0], 1e-10)
+    before = pool.run(1, run_layout, [*MODEL, "--training.steps=1", "--optimizer.lr=1e-30"])[0].weights
+    moved = {
+        name for name, weight in warm.weights.items() if not torch.allclose(weight, before[name], rtol=0, atol=1e-9)
+    }
+    assert moved == {name for name in before if ".indexer." in name}
+    sparse = reference(pool, *MODEL)
+    assert warm.metrics[0]["loss"] != sparse.metrics[0]["loss"]
+
+
+def test_only_the_groups_of_the_warm_up_make_attention_dense() -> None:
+    model = FAMILY_FLAVORS["deepseek_v32"]["tiny"]
+    for groups, wanted in ((WARM_UP, True), (OTHERS, False), ([], False)):
+        config = parse_command_line([*MODEL, *groups]).config
+        assert trains_indexers_alone(config, model) == wanted
+        assert not trains_indexers_alone(config, FAMILY_FLAVORS["deepseek_v3"]["tiny"])
