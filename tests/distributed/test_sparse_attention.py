@@ -169,7 +169,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("degree", [1, 3, *slow(2, 4, 8)])
-@pytest.mark.parametrize("gathered_bytes", [1 << 28, *slow(1)])
+@pytest.mark.parametrize("gathered_bytes", [1 << 30, *slow(1)])
 def test_every_layout_and_mask_equals_the_definition(pool: WorkerPool, degree: int, gathered_bytes: int) -> None:
     """With 5 tokens on 8 ranks, some ranks have none."""
     for results in pool.run(degree, sparse_case, CASES, gathered_bytes):
@@ -181,7 +181,7 @@ def test_every_layout_and_mask_equals_the_definition(pool: WorkerPool, degree: i
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_other_types(pool: WorkerPool, dtype: torch.dtype, tolerance: float) -> None:
     """Products are in float32; all keys are chosen, as a rounded score chooses other keys than an exact one."""
-    for (result,) in pool.run(2, sparse_case, [Case(per_query=0, dtype=dtype)], 1 << 28):
+    for (result,) in pool.run(2, sparse_case, [Case(per_query=0, dtype=dtype)], 1 << 30):
         assert max(result["errors"]) < tolerance
 
 
@@ -202,7 +202,7 @@ def long_case(degree: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_choices_have_the_same_bits_on_any_degree(dtype: torch.dtype) -> None:
     """Rows of a tile that differ between the degrees, and last tiles that are not full."""
-    with mock.patch.multiple(sparse_rows, QUERIES=64, KEYS=1024):
+    with mock.patch.multiple(sparse_rows, TILE_BYTES=64 * 1024 * INDEX_HEADS * dtype.itemsize, KEYS=1024):
         once = long_case(1, dtype)
         for degree in (3, 7):
             assert torch.equal(long_case(degree, dtype), once)
@@ -218,7 +218,7 @@ def test_of_equal_scores_the_earlier_keys_count() -> None:
 def test_bytes_are_those_of_latents_and_index_keys(pool: WorkerPool) -> None:
     """Each token's row goes to every other rank twice, and its gradient comes back once, in float64."""
     degree, case = 3, Case(36)
-    sent = sum(results[0]["sent"] for results in pool.run(degree, sparse_case, [case], 1 << 28))
+    sent = sum(results[0]["sent"] for results in pool.run(degree, sparse_case, [case], 1 << 30))
     assert sent == 3 * BATCH * case.seq_len * (degree - 1) * (RANK + ROTATED + INDEX_DIM) * 8
 
 
@@ -270,7 +270,7 @@ def control_case(mistake: str) -> list[dict]:
         return chosen.roll(1, 1) if mistake == "a stale choice" else chosen
 
     with mock.patch.object(module, "choose", mistaken):
-        return sparse_case([Case(packed=True)], 1 << 28)
+        return sparse_case([Case(packed=True)], 1 << 30)
 
 
 @pytest.mark.parametrize("mistake", ["a leak over a border", "a stale choice"])

@@ -24,7 +24,7 @@ WARM_UP = [OTHERS[0], "{parameters = '*.indexer.*', lr_factor = 1.0}", OTHERS[1]
 @pytest.mark.parametrize(
     ("ranks", "arguments"),
     [
-        (2, [*degrees(cp=2), *MODES["op"]]),
+        (4, [*degrees(cp=2, tp=2), *MODES["op"]]),
         *slow(
             (2, [*degrees(cp=2), *MODES["full"], "--parallelism.context_parallel_load_balancer=balanced"]),
             (2, [*degrees(cp=2), *COMPILED, *MODES["op"]]),

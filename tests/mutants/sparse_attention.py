@@ -7,7 +7,7 @@ _OPERATOR = "longshard/context/sparse_attention.py"
 _MODULE = "trainer/models/sparse_attention.py"
 _TESTS = "tests/distributed/test_sparse_attention.py"
 _MODELS = "tests/distributed/test_sparse_models.py"
-_LAYOUTS = f"{_TESTS}::test_every_layout_and_mask_equals_the_definition[268435456-3]"
+_LAYOUTS = f"{_TESTS}::test_every_layout_and_mask_equals_the_definition[1073741824-3]"
 _LEARNING = f"{_MODELS}::test_an_indexer_learns_which_keys_attention_reads"
 _THEIRS = "tests/distributed/test_families.py::test_gradients_are_those_of_transformers"
 
@@ -87,7 +87,7 @@ SPARSE = (
         _MODULE,
         "share = q.shape[1] / self.args.n_heads",
         "share = 1.0",
-        "tests/distributed/test_families.py::test_a_layout_equals_one_process[deepseek_v32-tp2]",
+        f"{_MODELS}::test_a_layout_equals_one_process",
     ),
     Mutant(
         "index heads rotate adjacent pairs in DeepSeek-V3.2, too",

@@ -20,9 +20,11 @@ import torch
 from longshard.context.execution.latent import absorbed
 from longshard.sharding.tensors import wide, wide_type
 
-QUERIES, KEYS = 256, 4096
-"""Largest tile of index scores."""
-GATHERED_BYTES = 1 << 28
+KEYS = 32768
+"""The most keys of a tile of index scores."""
+TILE_BYTES = 1 << 30
+"""The most bytes of a tile for one sequence of the batch, with the scores of all index heads. At least 16 queries."""
+GATHERED_BYTES = 1 << 30
 """The most bytes of chosen rows and of their scores at a time. At least one query is computed at a time."""
 
 
@@ -51,10 +53,12 @@ def choose(
         per_query: Number of keys of a query.
         length: Number of tokens of the whole sequence, by which all ranks choose one size of tiles.
     """
-    batch, rows = index.weights.shape[:2]
+    batch, rows, heads = index.weights.shape
     device = keys.device
     chosen = torch.full((batch, rows, per_query), -1, dtype=torch.int32, device=device)
-    step, width = (min(most, -(-length // 16) * 16) for most in (QUERIES, KEYS))
+    whole = -(-length // 16) * 16
+    width = min(whole, KEYS)
+    step = min(whole, max(TILE_BYTES // (heads * width * wide_type(keys.dtype).itemsize), 16))
     for start in range(0, rows, step):
         part = slice(start, start + step)
         limits = visible[:, part]
