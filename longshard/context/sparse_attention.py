@@ -1,8 +1,8 @@
 """Context-parallel sparse attention over latents as one operator: each query attends to the keys that it has chosen.
 
-Queries stay on their rank. What a rank needs of a token of another rank is its latent, its rotated part and its index
-key, some 700 numbers for DeepSeek-V3.2: one exchange collects them, and in the backward one exchange returns their
-gradients, which the owners add up.
+Queries stay on their rank. A rank needs the latent, the rotated part and the index key of each token of other ranks,
+some 700 numbers for DeepSeek-V3.2. One exchange collects them. In the backward one exchange returns their gradients,
+which the owners add up.
 
     forward    rows of all ranks -> index scores of this rank's queries -> choice -> attention to chosen rows
     backward   rows of all ranks again, the same choice -> gradients of chosen rows -> sums at their owners
@@ -120,11 +120,11 @@ def operator(
     out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
     loss = q.new_zeros(latent.shape[:2], dtype=wide_type(q.dtype))
     lse = loss.new_empty(q.shape[:3])
-    for part, keys, found in call.parts(chosen):
-        out[:, :, part] = found.output.to(out.dtype)
-        lse[:, :, part] = found.lse
+    for part, keys, attended in call.parts(chosen):
+        out[:, :, part] = attended.output.to(out.dtype)
+        lse[:, :, part] = attended.lse
         if call.how.learns:
-            loss[:, part] = Divergence(call.index_at(part), keys, found).loss
+            loss[:, part] = Divergence(call.index_at(part), keys, attended).loss
     if whole.live is not None:
         whole.live.show_scores(whole.layer, lse, whole.sequences)
     return out, chosen, loss
@@ -142,21 +142,21 @@ def _operator_backward(
     plan: torch.Tensor | None,
     settings: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and those of the index."""
+    """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and of the index."""
     call = _call(q, latent, up, index, plan, settings)
     rows = call.rows
     dq = rows_first(q, *q.shape[1:])
     dup = wide(up).new_zeros(up.shape)
     drows = wide(rows).new_zeros(rows.shape)
     queries, keys, weights = (x.new_zeros(x.shape) for x in index)
-    for part, seen, found in call.parts(chosen):
-        inputs = wide(dout[:, :, part]), wide(q[:, :, part]), seen, found, wide(up)
+    for part, seen, attended in call.parts(chosen):
+        inputs = wide(dout[:, :, part]), wide(q[:, :, part]), seen, attended, wide(up)
         gradients = attention_gradients(*inputs, call.how.scale)
         dq[:, :, part] = gradients.queries.to(dq.dtype)
         dup += gradients.weights
         dkeys = gradients.rows.new_zeros(*gradients.rows.shape[:-1], keys.shape[2])
         if call.how.learns:
-            learned = Divergence(call.index_at(part), seen, found).gradients(dloss[:, part])
+            learned = Divergence(call.index_at(part), seen, attended).gradients(dloss[:, part])
             queries[:, part] = learned.queries.to(q.dtype)
             weights[:, part] = learned.weights.to(q.dtype)
             dkeys = learned.rows
@@ -173,7 +173,7 @@ def _value_dim(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> int:
 
 
 class _Whole:
-    """The whole sequence, of which this rank, or chunk, has some rows.
+    """The whole sequence. This rank, or chunk, has some of its rows.
 
     Attributes:
         live: The open plan; None if this rank has all rows.
@@ -280,10 +280,11 @@ class _Call(NamedTuple):
         size = queries_at_a_time(self.q, row_channels, per_query or rows.shape[1])
         for start in range(0, self.q.shape[2], size):
             part = slice(start, start + size)
-            if per_query:
-                seen = chosen_rows(rows, chosen[:, part])
-            else:
-                seen = visible_rows(rows, self.whole.visible[:, part])
+            seen = (
+                chosen_rows(rows, chosen[:, part])
+                if per_query
+                else visible_rows(rows, self.whole.visible[:, part])
+            )
             q = wide(self.q[:, :, part])
             yield part, seen, attend(q, seen, self.latent_dim, wide(self.up), self.how.scale)
 

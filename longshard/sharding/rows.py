@@ -263,12 +263,12 @@ def exchange(
 
 
 def returned_rows(gradient: torch.Tensor, axis: Axis, wanted: Wanted, dim: int) -> torch.Tensor:
-    """Return the sums of the gradients of this rank's rows, of which many ranks have copies; a collective.
+    """Return the gradients of this rank's rows, (..., rows, ...): sums over the ranks that wanted them; a collective.
 
     It is the adjoint of `exchange`. Sums are in float32 at least.
 
     Args:
-        gradient: The gradients of the rows that this rank wanted, range after range in dimension `dim`.
+        gradient: The gradients of the rows that this rank wanted, (..., wanted rows, ...), range after range.
         axis: The sharded axis.
         wanted: The ranges that each rank wanted.
         dim: The sharded dimension.

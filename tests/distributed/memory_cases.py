@@ -34,8 +34,16 @@ def job_of(arguments: list[str], folder: str, process: Process) -> ResolvedJob:
     return replace(job, config=replace(job.config, lora=asked.lora))
 
 
-def choose_evenly(scores: torch.Tensor, k: int, **_: Any) -> SimpleNamespace:
-    """Stand in for `topk` of a router: the same number of tokens for each expert and rank, as the planner assumes."""
+_topk = torch.Tensor.topk
+
+
+def choose_evenly(scores: torch.Tensor, k: int, **options: Any) -> Any:
+    """Stand in for `topk` of a router: the same number of tokens for each expert and rank, as the planner assumes.
+
+    Scores of keys, (B, S, T), are compared as ever.
+    """
+    if scores.ndim > 2:
+        return _topk(scores, k, **options)
     experts = scores.shape[-1]
     first = torch.arange(len(scores)).unsqueeze(1)
     return SimpleNamespace(indices=(first + torch.arange(k) * (experts // k)) % experts)

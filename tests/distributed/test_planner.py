@@ -74,6 +74,8 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "olmo2, tp2": (2, family("olmo2", f"{_P}tensor_parallel_degree=2")),
     "smollm3": (1, family("smollm3")),
     "glm4_moe, tp2+ep2": (2, family("glm4_moe", f"{_P}tensor_parallel_degree=2", f"{_P}expert_parallel_degree=2")),
+    "sparse attention": (2, cp(2, "all_gather", *family("deepseek_v32"))),
+    "sparse attention in chunks": (1, family("deepseek_v32", "--training.sequence_chunks=4")),
     "hsdp2x2": (4, [f"{_P}data_parallel_replicate_degree=2", f"{_P}data_parallel_shard_degree=2"]),
     "hsdp2x2, weights in bfloat16": (  # a float32 buffer of each layer stays (pytorch issue 179128)
         4,

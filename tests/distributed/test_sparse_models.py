@@ -1,17 +1,25 @@
 """Laws of training with sparse attention: layouts change nothing, indexers learn what attention reads, and warm up."""
 
+import tempfile
+from unittest import mock
+
 import pytest
 import torch
 
+from lct_planner.tracing import trace
+from longshard.context.execution import sparse_rows
 from longshard.context.execution.sparse_rows import Index
 from longshard.context.sparse_attention import SparseSettings, sparse_attention
 from tests.distributed.harness import FAMILY_FLAVORS, assert_parity, run_layout
+from tests.distributed.memory_cases import job_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_activation_checkpoint import MODES, counted_case
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
+from trainer.families.decoder_args import sizes
 from trainer.job.attention import trains_indexers_alone
+from trainer.runtime.process_group import Process
 
 pytestmark = pytest.mark.about("trainer/models/sparse_attention.py")
 
@@ -35,7 +43,7 @@ WARM_UP = [OTHERS[0], "{parameters = '*.indexer.*', lr_factor = 1.0}", OTHERS[1]
     ],
 )
 def test_a_layout_equals_one_process(pool: WorkerPool, ranks: int, arguments: list[str]) -> None:
-    """Losses, weights, and all gradients, also those of the indexers."""
+    """Losses, weights, and all gradients, also the gradients of indexers."""
     got = pool.run(ranks, run_layout, [*MODEL, *arguments])[0]
     wanted = reference(pool, *MODEL)
     indexers = [gradient for name, gradient in wanted.gradients[0].items() if ".indexer." in name]
@@ -65,7 +73,7 @@ def shares(index: Index, inputs: list[torch.Tensor], per_query: int) -> torch.Te
 
 @pytest.mark.parametrize("stages", [(0,), (8,), (0, 8)])
 def test_an_indexer_learns_which_keys_attention_reads(stages: tuple[int, ...]) -> None:
-    """By the dense warm-up (0 keys), the sparse stage, and one after the other. Without learning it chooses by chance."""
+    """By the dense warm-up (0 keys), the sparse stage, and one after the other. At first it chooses by chance."""
     torch.manual_seed(0)
     features = torch.randn(2, 64, 12)
     make = [torch.randn(12, width) / 12**0.5 for width in (2 * 6, 6)]
@@ -110,3 +118,33 @@ def test_only_the_groups_of_the_warm_up_make_attention_dense() -> None:
         config = parse_command_line([*MODEL, *groups]).config
         assert trains_indexers_alone(config, model) == wanted
         assert not trains_indexers_alone(config, FAMILY_FLAVORS["deepseek_v3"]["tiny"])
+
+
+def planned_case(seq_len: int) -> tuple[float, float]:
+    """FLOPs of the forward and of the backward of one layer on the first of two ranks, as the planner traces them."""
+    arguments = ["--model.name=deepseek_v32", "--model.flavor=debugmodel", f"--training.seq_len={seq_len}"]
+    arguments += ["--training.local_batch_size=1", "--training.global_batch_size=-1", *degrees(cp=2)]
+    tiles = {"KEYS": 64, "TILE_BYTES": 0}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(sparse_rows, **tiles):
+        job = job_of(arguments, folder, Process(rank=0, local_rank=0, world_size=2))
+        events = trace(job, 0, None)
+    names = "sparse_attention", "sparse_attention_backward"
+    forward, backward = (sum(e.flops for e in events.all if e.place == name) for name in names)
+    return forward / job.model.n_layers, backward / job.model.n_layers
+
+
+def test_the_planner_counts_scores_of_visible_keys_and_attention_to_chosen_ones(pool: WorkerPool) -> None:
+    """By the products of the definition. Tiles of 16 queries and 64 keys hold some pairs that are not visible."""
+    seq_len = 1024
+    model = sizes("deepseek_v32")["debugmodel"]
+    index, latent = model.index, model.latent
+    ((forward, backward),) = pool.run(1, planned_case, seq_len)
+    rows = seq_len / 2
+    scores = rows * (seq_len / 2) * 2 * index.n_heads * (index.head_dim + 1)
+    products = model.n_heads * (2 * latent.rank + latent.rope_dim)
+    chosen = rows * index.per_query * 2
+    learned = chosen * index.n_heads * (index.head_dim + 1)
+    absorbed = rows * 2 * model.n_heads * latent.rank * (latent.nope_dim + latent.value_dim)
+    assert forward == pytest.approx(scores + chosen * products + learned + absorbed, rel=0.15)
+    # the backward computes the forward's products of chosen keys again, and two more for each of them
+    assert backward == pytest.approx(3 * (chosen * products + learned + absorbed), rel=0.15)

@@ -64,8 +64,8 @@ SPARSE = (
     Mutant(
         "the loss of an indexer compares with one head",
         _ROWS,
-        "self._target = found.weights.mean(1)",
-        "self._target = found.weights[:, 0]",
+        "self._target = attended.weights.mean(1)",
+        "self._target = attended.weights[:, 0]",
         _LAYOUTS,
     ),
     Mutant(

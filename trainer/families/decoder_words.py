@@ -22,7 +22,7 @@ def decoder_words(args: Any) -> str:
         words = f"{layers}, {args.n_heads} heads, latents of {sizes}"
     if (index := args.index) is not None:
         chooser = f"{index.n_heads} index heads of {index.head_dim}"
-        words = f"{words}, of which {chooser} choose {index.per_query} a query"
+        words = f"{words}, {chooser} choose {index.per_query} of them for a query"
     if args.linear is not None:
         number, keys, values = args.linear.states
         states = f"{number} states of {keys} x {values}"

@@ -298,7 +298,7 @@ class IndexArgs:
 
     n_heads: int
     head_dim: int
-    """Channels of an index head; the first ones rotate, as many as rotate in a key of attention."""
+    """Channels of an index head. The first ones rotate: the number of rotated channels of a key of attention."""
     per_query: int
     """Keys that a query attends to."""
     adjacent_pairs: bool = False

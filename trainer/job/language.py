@@ -325,8 +325,7 @@ def _attention(job: ResolvedJob) -> str:
         mask += f", a window of {widths[0]:,} tokens{where}"
     parts = [mask]
     if job.degrees.cp > 1:
-        auto = "auto: " if config.parallelism.context_parallel_method == "auto" else ""
-        chosen = f" ({auto}{job.attention_reason})" if job.attention_reason else ""
+        chosen = f" (auto: {job.attention_reason})" if job.attention_reason else ""
         parts.append(f"{options.method} over {job.degrees.cp} ranks{chosen}")
         parts.append(
             {

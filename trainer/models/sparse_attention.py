@@ -25,7 +25,7 @@ from trainer.parallel.tensor_parallel import Gathered, Styles, prefixed, tokens_
 
 
 class Indexer(Branch):
-    """Computes the index of its tokens, of which sparse attention makes index scores.
+    """Computes the index of its tokens, from which sparse attention computes index scores.
 
     Args:
         dim: Channels of the hidden states.

@@ -6,11 +6,11 @@ scores (DeepSeek-V3.2-Exp, 2025; names of shapes as there):
     I(t, s) = sum over index heads j of w_j(t) relu(q_j(t) . k(s))
 
 Scores are computed in tiles, and the best keys so far are kept: no matrix of all pairs exists. All tiles of a sequence
-have one size, so that a score has the same bits in each tile and on each rank. Of equal scores the earlier key counts. Attention reads latents as they are (`latent.absorbed`). All numbers are float32 at
-least. No GPU kernel of this attention is used.
+have one size, so that a score has the same bits in each tile and on each rank. Of equal scores the earlier key counts.
+Attention reads latents as they are (`latent.absorbed`). All numbers are float32 at least, in plain PyTorch.
 
-The indexer learns by a loss of its own: the divergence of softmax(I) from the mean of the heads' attention weights, over
-the chosen keys. If every visible key is chosen, that is the paper's dense warm-up.
+The indexer learns by a loss of its own: the divergence of softmax(I) from the mean of the heads' attention weights,
+over the chosen keys. If a query attends to all visible keys, that is the paper's dense warm-up.
 """
 
 from typing import NamedTuple
@@ -198,7 +198,7 @@ def attention_gradients(
     dout: torch.Tensor,
     q: torch.Tensor,
     keys: Rows,
-    found: Attended,
+    attended: Attended,
     up: torch.Tensor,
     scale: float,
 ) -> Gradients:
@@ -208,26 +208,26 @@ def attention_gradients(
         dout: (B, H, s, V), the gradient of the output.
         q: (B, H, s, N + P).
         keys: The rows.
-        found: The result of `attend`.
+        attended: The result of `attend`.
         up: (H, N + V, R).
         scale: Factor of the scores.
     """
     rank = up.shape[2]
-    width = found.queries.shape[-1]
+    width = attended.queries.shape[-1]
     axes = keys.axes
     latents = keys.rows[..., :width]
-    dsums = dout @ found.value_projection.mT
+    dsums = dout @ attended.value_projection.mT
     dweights = torch.einsum(f"bhsr,{axes}r->bhsk", dsums, latents[..., :rank])
-    mean = (dsums * found.latents).sum(-1, keepdim=True)
-    dscores = found.weights * (dweights - mean) * scale
+    mean = (dsums * attended.latents).sum(-1, keepdim=True)
+    dscores = attended.weights * (dweights - mean) * scale
     dqueries = torch.einsum(f"bhsk,{axes}w->bhsw", dscores, latents)
-    drows = torch.einsum(f"bhsk,bhsw->{axes}w", dscores, found.queries)
-    drows[..., :rank] += torch.einsum(f"bhsk,bhsr->{axes}r", found.weights, dsums)
+    drows = torch.einsum(f"bhsk,bhsw->{axes}w", dscores, attended.queries)
+    drows[..., :rank] += torch.einsum(f"bhsk,bhsr->{axes}r", attended.weights, dsums)
     kept = q.shape[-1] - (width - rank)
     dlatents = dqueries[..., :rank]
     dq = torch.cat((dlatents @ up[:, :kept].mT, dqueries[..., rank:]), -1)
     dkeys = torch.einsum("bhsn,bhsr->hnr", q[..., :kept], dlatents)
-    dvalues = torch.einsum("bhsv,bhsr->hvr", dout, found.latents)
+    dvalues = torch.einsum("bhsv,bhsr->hvr", dout, attended.latents)
     return Gradients(dq, drows, torch.cat((dkeys, dvalues), 1))
 
 
@@ -237,20 +237,20 @@ class Divergence:
     Args:
         index: The index of the queries; its keys are not used.
         keys: The rows, with index keys in the channels after the latents.
-        found: The attention of the same queries.
+        attended: The attention of the same queries.
     """
 
-    def __init__(self, index: Index, keys: Rows, found: Attended) -> None:
+    def __init__(self, index: Index, keys: Rows, attended: Attended) -> None:
         self._index = index
         self._axes = keys.axes
-        self._rows = keys.rows[..., found.queries.shape[-1] :]
+        self._rows = keys.rows[..., attended.queries.shape[-1] :]
         products = torch.einsum(f"bsjd,{self._axes}d->bsjk", index.queries, self._rows)
         self._products = products.relu()
         scores = (index.weights.unsqueeze(2) @ self._products).squeeze(2)
         self._log_shares = scores.masked_fill(~keys.seen, -torch.inf).log_softmax(-1)
         self._log_shares = self._log_shares.masked_fill(~keys.seen, 0)
         self._seen = keys.seen
-        self._target = found.weights.mean(1)
+        self._target = attended.weights.mean(1)
 
     @property
     def loss(self) -> torch.Tensor:
