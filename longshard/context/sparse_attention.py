@@ -7,7 +7,7 @@ which the owners add up.
     forward    rows of all ranks -> index scores of this rank's queries -> choice -> attention to chosen rows
     backward   rows of all ranks again, the same choice -> gradients of chosen rows -> sums at their owners
 
-A choice depends on no layout: `execution/sparse_rows.py` computes it, and says what is exact. As an operator it finds
+A choice depends on no layout: `execution/sparse_rows.py` computes it. As an operator, sparse attention finds
 its plan by the handle (`live.py`).
 """
 
