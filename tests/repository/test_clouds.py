@@ -109,7 +109,7 @@ def commands() -> dict[str, list[str]]:
         "skypilot.yaml": content("skypilot.yaml")["run"],
         "slurm_container.sbatch": (DEPLOY / "slurm_container.sbatch").read_text(),
     }
-    texts = {name: re.search(r"lct (train (?:[^&\n\"]|\\\n)*)", text)[1] for name, text in shells.items()}
+    texts = {name: re.search(r"lct (train (?:\\\n|[^&\n])*)", text)[1] for name, text in shells.items()}
     return {"jobset.yaml": container["args"]} | {name: shlex.split(text) for name, text in texts.items()}
 
 
@@ -173,7 +173,8 @@ def stand_in(folder: Path, name: str, text: str) -> None:
         (
             lambda: content("skypilot.yaml")["run"],
             {"SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
-            | {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_TASK_ID": "sky-1"},
+            | {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_TASK_ID": "sky-1"}
+            | content("skypilot.yaml")["envs"],
         ),
         (
             lambda: content("trainjob.yaml")["spec"]["trainer"]["command"][-1],
