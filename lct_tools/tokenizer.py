@@ -6,7 +6,6 @@
 The same text gives the same file, byte for byte.
 """
 
-import argparse
 import base64
 import sys
 from collections.abc import Iterable
@@ -18,6 +17,12 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.registry import DATASETS, DataSettings, all_documents, check_source
 from trainer.data.tokenizers.as_json import byte_of_char
 from trainer.data.tokenizers.tiktoken_format import SPLIT_PATTERN, split_long_runs
+
+_REFUSED = {
+    "chat": "conversations, whose template needs a tokenizer; use text or jsonl",
+    "tokens": "the token ids of a tokenizer; use the text that they were made of",
+}
+"""Data sets without a text of their own, with the reason and the remedy."""
 
 
 def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:
@@ -66,23 +71,6 @@ def train(documents: Iterable[str], vocab_size: int) -> list[bytes]:
     ]
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options."""
-    described = Parser("tokenizer", __doc__)
-    add = described.add_argument
-    add("action", choices=["train"], help="train a tokenizer on text")
-    add("--dataset", default="python_stdlib", help=f"one of {', '.join(DATASETS)}")
-    add("--path", help="file, folder or glob, for text and jsonl")
-    add(
-        "--vocab-size",
-        type=number(int),
-        default=4096,
-        help="tokens without the 256 special ones",
-    )
-    add("--output", required=True, help="file to write, one `base64 rank` a line")
-    return described
-
-
 def main(argv: list[str]) -> int:
     """Train a tokenizer, and write its file.
 
@@ -95,15 +83,21 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: The data set has no text, or too little.
     """
-    args = parser().parse_args(argv)
-    if args.dataset == "chat":
-        raise ConfigError(
-            "--dataset chat has conversations, whose template needs a tokenizer; use text or jsonl"
-        )
-    if args.dataset == "tokens":
-        raise ConfigError(
-            "--dataset tokens has the token ids of a tokenizer; use the text that they were made of"
-        )
+    parser = Parser("tokenizer", __doc__)
+    add = parser.add_argument
+    add("action", choices=["train"], help="train a tokenizer on text")
+    add("--dataset", default="python_stdlib", help=f"one of {', '.join(DATASETS)}")
+    add("--path", help="file, folder or glob, for text and jsonl")
+    add(
+        "--vocab-size",
+        type=number(int),
+        default=4096,
+        help="tokens without the 256 special ones",
+    )
+    add("--output", required=True, help="file to write, one `base64 rank` a line")
+    args = parser.parse_args(argv)
+    if why := _REFUSED.get(args.dataset):
+        raise ConfigError(f"--dataset {args.dataset} has {why}")
     settings = DataSettings(args.dataset, args.path)
     check_source(settings)
     numbers = count()

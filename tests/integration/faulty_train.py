@@ -22,8 +22,14 @@ CHECKPOINT_OF_FAULT = 4
 
 
 def fail(kind: str) -> None:
-    """Let this rank fail: die, stop the process, hang (its threads live), or raise."""
-    Path(os.environ["FAULT"].split(maxsplit=3)[3]).touch()
+    """Let this rank die, stop, hang (its threads live) or raise; SIG...: let it signal the launcher, once."""
+    mark = Path(os.environ["FAULT"].split(maxsplit=3)[3])
+    if kind.startswith("SIG"):
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getppid(), signal.Signals[kind])
+        return
+    mark.touch()
     if kind == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     elif kind == "stop":
@@ -46,12 +52,16 @@ def before(owner: Any, name: str, fault: Callable[..., None]) -> None:
 
 
 def plant(kind: str, place: str) -> None:
-    """Let this rank fail at `place`: start, model, parts, forward, backward, optimizer or checkpoint."""
+    """Let this rank fail at a place.
+
+    Places: start, model, parts, compile, forward, backward, optimizer, checkpoint, validation.
+    """
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from trainer.checkpoint.dcp_files import Writer
     from trainer.models.block import TransformerBlock
+    from trainer.tasks.validation import Validation
     from trainer.trainer import Trainer
 
     if place == "start":
@@ -62,6 +72,14 @@ def plant(kind: str, place: str) -> None:
         return
     if place == "parts":
         before(Trainer, "build_model_parts", lambda *_: fail(kind))
+        return
+    if place == "validation":
+        before(Validation, "run", lambda *_, **__: fail(kind))
+        return
+    if place == "compile":
+        from torch._dynamo.output_graph import OutputGraph
+
+        before(OutputGraph, "compile_and_call_fx_graph", lambda *_, **__: fail(kind))
         return
     steps = []
     before(Trainer, "train_step", lambda _, step: steps.append(step))

@@ -38,6 +38,11 @@ _GPU = "flops = 1e11\nbandwidth = 1e10\nlink = 1e9\nnetwork = 1e9\nmemory = 1e10
 _DATA = (
     'import glob, json; print(*(json.dumps({"text": open(page).read()}) for page in glob.glob("docs/*.md")), sep="\\n")'
 )
+_CHAT_MODEL = (
+    "from pathlib import Path; from scripts.tiny_model import write_tiny_model; "
+    'texts = [Path("examples/about_itself.jsonl").read_text()]; '
+    'write_tiny_model(Path("outputs/SmolLM2-135M-Instruct"), texts, 1024)'
+)
 
 
 def _lines(path: str, *records: str) -> str:
@@ -58,6 +63,7 @@ BROUGHT = {
     "tokens": "lct tokenize --path 'data/*.jsonl' --output tokens --processes 1",
     "assets/tokenizer/original": _TOKENIZER.format("assets/tokenizer/original"),
     "my.tiktoken": "cp trainer/assets/python_4k.tiktoken my.tiktoken",
+    "outputs/pages.tiktoken": "lct tokenizer train --dataset text --path 'docs/*.md' --output outputs/pages.tiktoken",
     # settings
     "books.toml": "sed -n '/^```toml/,/^```/p' README.md | grep -v '```' > books.toml",
     "my_torchtitan.toml": "cp tests/unit/torchtitan_configs/2026_02_llama3_8b.toml my_torchtitan.toml",
@@ -67,6 +73,7 @@ BROUGHT = {
     "Qwen3-0.6B": "python -c 'from tests.unit.test_new_tokens import *; folder_with(Path(\"Qwen3-0.6B\"), 320)'",
     "Llama-3.2-1B-Instruct": f"cp -r ./Llama-3.2-1B Llama-3.2-1B-Instruct && "
     f"echo '{_TEMPLATE}' > Llama-3.2-1B-Instruct/chat_template.jinja",
+    "outputs/SmolLM2-135M-Instruct": f"python -c '{_CHAT_MODEL}'",
     "Qwen3-8B": f"{_MODEL.format('Qwen3-8B', 'qwen3')} && echo '{_TEMPLATE}' > Qwen3-8B/chat_template.jinja",
     # conversations
     "chat.jsonl": _lines("chat.jsonl", *_CHAT),
@@ -80,6 +87,7 @@ BROUGHT = {
     # what runs leave
     "outputs/llama3_8b/checkpoint/step-10000": "mkdir -p outputs/llama3_8b/checkpoint/step-10000",
     "outputs/debug_model/tb": "lct train",
+    "outputs/pretrain": "lct train examples/pretrain/pretrain.toml --ngpu 1 --training.steps 4000",  # short: 80 steps
     "outputs/debug_model/comm_traces/rank_0": "mkdir -p outputs/debug_model/comm_traces && python -c "
     f"'import pickle, sys; pickle.dump({_RECORD}, sys.stdout.buffer)' > outputs/debug_model/comm_traces/rank_0",
 }
@@ -88,6 +96,9 @@ _NAMED = {
     "assets/tokenizer/original": rf"{_MADE}[\s=]assets/tokenizer(?=$|\s)",
     "books": r"lct train books\.toml",
     "fields.zarr": _preset("unet", "nat"),
+    "outputs/SmolLM2-135M-Instruct": r"examples/finetune/finetune\.toml",
+    "outputs/pages.tiktoken": r"examples/pretrain/pretrain\.toml|outputs/pretrain",
+    "outputs/pretrain": r"examples/extend/extend\.toml",
     "points.zarr": _preset("points"),
     "trajectories": r"qwen3_8b_trajectories .*--model\.path",
 }

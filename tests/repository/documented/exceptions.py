@@ -104,6 +104,9 @@ EXCEPTIONS = [
     ),
     Instead(r"lct train --job\.imports my_llama .*", why="test_your_own_model.py runs it, on one rank and on two"),
     Instead(r"python scripts/proof\.py .*", why="test_proof.py runs it"),
+    Instead(r"python scripts/spot\.py .*", why="test_spot.py runs it"),
+    Instead(r"python scripts/run_notebook\.py .*", why="test_notebook.py runs it"),
+    Instead(r"lct get smollm2 --folder \S+", why="it downloads a model; a tiny one stands in, see brought.py"),
     Instead(r"python scripts/benchmarks/peers\.py .*", why="test_benchmark_peers.py runs its cases on a small model"),
     Instead(r"lct estimate debug_model --calibrate \S+", why="it takes a minute, and needs a quiet machine"),
     Instead(

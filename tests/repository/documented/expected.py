@@ -23,6 +23,7 @@ _PRINTED = {
     "lct convert to-peft": "peft loads them",
     "lct convert add-tokens": "name it in model.path to train them",
     "examples.fields.forecast": "error of the model",
+    "examples/own_model/train.py": r"2 ranks, 1024 bytes a sequence: loss \d",
     "examples.fields.make_fields": r"\d+ trajectories of \d+ frames of",
     "examples.fields.netcdf": "has mean 1",
     "tensorboard": "loss",

@@ -54,6 +54,7 @@ APPENDED = {
     "lct evaluate": "--sequences 2 --samples 1",
     "examples.fields.make_fields": "--trajectories 4 --frames 6 --height 32 --width 32",
     "examples.fields.forecast": "--steps 2",
+    "examples/own_model/train.py": "--steps 2",
     "pytest": "--collect-only -q",
     "scripts/gpu_check.py": "--device cpu --blocks versions,tiles",
     "lct tokenizer": "--vocab-size 300",
