@@ -25,7 +25,7 @@ COMMANDS = all_commands()
 PROGRAMS = {
     "docs/data.md": 1,
     "examples/fields/README.md": 1,
-    "docs/context_parallelism.md": 2,
+    "docs/context_parallelism.md": 1,
     "docs/first_hour_fields.md": 2,
     "docs/transformers.md": 2,
 }

@@ -32,6 +32,7 @@ _PRINTED = {
     "scripts/benchmarks/optimizers.py": "after equal time",
     "scripts/benchmarks/experts.py": "of_dense_model",
     "scripts/check_model.py": "gradients  equal",
+    "examples/regions.py": "gradients over 2 ranks equal",
     "scripts/compare.py": "the same: ",
     "scripts/compare_shard_tensor.py": r"ours: (\d+) of \1 exact",
     "scripts/gpu_check.py": "no block failed",
