@@ -26,11 +26,9 @@ PROGRAMS = {
     "docs/data.md": 1,
     "examples/fields/README.md": 1,
     "docs/context_parallelism.md": 1,
-    "docs/first_hour_fields.md": 2,
-    "docs/transformers.md": 2,
 }
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
-RUN_BY_COMMANDS = ("docs/domain_parallelism.md", "docs/library.md")
+RUN_BY_COMMANDS = ("docs/library.md",)
 """Pages whose Python blocks are the my_model.py that a command of the page runs."""
 PACKAGE = "docs/your_own_model.md"
 """The page whose Python blocks are the files of a package, which test_your_own_model.py runs."""
@@ -59,7 +57,7 @@ def test_every_short_form_is_of_a_command() -> None:
 
 def test_all_that_is_brought_is_read(tmp_path: Path) -> None:
     texts = [exception_of(text).text(text) if exception_of(text) else text for text in COMMANDS]
-    paths = {path for text in texts for path, _ in brought(text, "docs/transformers.md", tmp_path / "tree")}
+    paths = {path for text in texts for path, _ in brought(text, "docs/library.md", tmp_path / "tree")}
     assert BROUGHT.keys() <= paths
 
 

@@ -33,6 +33,8 @@ _PRINTED = {
     "scripts/benchmarks/experts.py": "of_dense_model",
     "scripts/check_model.py": "gradients  equal",
     "examples/regions.py": "gradients over 2 ranks equal",
+    "examples/domain_tensors.py": "output and gradients equal one process",
+    "examples/transformers_model.py": "gradients  equal",
     "scripts/compare.py": "the same: ",
     "scripts/compare_shard_tensor.py": r"ours: (\d+) of \1 exact",
     "scripts/gpu_check.py": "no block failed",
