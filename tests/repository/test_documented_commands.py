@@ -30,8 +30,6 @@ PROGRAMS = {
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
 RUN_BY_COMMANDS = ("docs/library.md",)
 """Pages whose Python blocks are the my_model.py that a command of the page runs."""
-PACKAGE = "docs/your_own_model.md"
-"""The page whose Python blocks are the files of a package, which test_your_own_model.py runs."""
 
 
 def cases() -> Iterator[object]:
@@ -110,7 +108,7 @@ def test_commands_are_found() -> None:
 
 def test_all_python_of_the_pages_is_run() -> None:
     pages = {str(page.relative_to(ROOT)) for page in PAGES if "```python" in page.read_text()}
-    assert pages == {*PROGRAMS, *RUN_BY_COMMANDS, PACKAGE}
+    assert pages == {*PROGRAMS, *RUN_BY_COMMANDS}
     assert all(any("my_model.py" in text for text in commands(ROOT / page)) for page in RUN_BY_COMMANDS)
 
 

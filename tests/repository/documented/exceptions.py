@@ -102,7 +102,6 @@ EXCEPTIONS = [
         instead=r"\g<0> && command -v lct",
         says=r"\.venv/bin/lct$",
     ),
-    Instead(r"lct train --job\.imports my_llama .*", why="test_your_own_model.py runs it, on one rank and on two"),
     Instead(r"python scripts/proof\.py .*", why="test_proof.py runs it"),
     Instead(r"python scripts/benchmarks/peers\.py .*", why="test_benchmark_peers.py runs its cases on a small model"),
     Instead(r"lct estimate debug_model --calibrate \S+", why="it takes a minute, and needs a quiet machine"),
