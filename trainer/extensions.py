@@ -83,6 +83,12 @@ def register_iterable(name: str, place: str) -> None:
     A document is a text, an object with the field `training.dataset_text_field`, a list of token ids, or an `Encoded`,
     which says which tokens are learned.
 
+    Example, with `register_iterable("mine", "mine.data:documents")` in `mine/__init__.py`:
+
+        def documents(path, stream, streams):
+            rows = datasets.load_dataset(path, split="train", streaming=True)
+            return split_dataset_by_node(rows, rank=stream, world_size=streams)
+
     Args:
         name: Name of the data set.
         place: The function, as "package.module:function".
