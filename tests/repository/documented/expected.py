@@ -32,6 +32,7 @@ _PRINTED = {
     "scripts/benchmarks/optimizers.py": "after equal time",
     "scripts/benchmarks/experts.py": "of_dense_model",
     "scripts/check_model.py": "gradients  equal",
+    "examples/own_module.py": "gradients over 2 ranks equal",
     "examples/regions.py": "gradients over 2 ranks equal",
     "examples/domain_tensors.py": "output and gradients equal one process",
     "examples/transformers_model.py": "gradients  equal",
