@@ -7,6 +7,23 @@
 
 Each block runs in a process of its own, which is killed at its time limit. The file is written again after each block.
 No block stops the others. Exit code: 0 no block failed, 1 a block failed, 2 an option is wrong. See docs/gpu_check.md.
+
+In the file, `blocks` has one entry a block. Its `verdict` is "passed", "skipped", "failed", "over its limit of N s", or
+"died (SIGNAL)", and its `headline` is the line on the screen. `problems` has one sentence for each expectation that did
+not hold, and `facts` everything that was measured until the block ended. Shares are of the bound: above 1 is an error.
+
+    kernels     `worst_share` of each kernel
+    large       `errors` of each kernel; the last two rows are kernels without groups of heads
+    mfu         `mfu` as PaLM counts it, with full attention; `mfu_causal` counts the visible half. `busy_share` is the
+                share of the time in which the GPU works; `alloc_retries` and `ooms` are 0 where memory is not short
+    syncs       for each mask, the lines of the project that made the host wait, and how often
+    layer       `kib_a_token` of each row: the peak of allocated memory for each further token, without the weights
+    two_ranks   for each method the worst share of the bound; `differences` of the losses; `time_out`: how the waiting
+                rank ended
+    documents   `first_ms` has the building of cuDNN's plans, `ms` has not; `batches`: milliseconds of new lengths
+    ranks       `done` of `of` rows; the first `of_pairs` rows hold every two settings; `running`: the row of a killed
+                block
+    tiles       `ratio` is (time of the slowest rank) * degree / (time of one call over everything)
 """
 
 import argparse

@@ -411,25 +411,18 @@ def _shown(cell: Cell, record: Record, refusals: dict[str, int]) -> str:
 _PAGE = """# What works with what
 
 Tests made this page (`{command}`), and a test fails when it is out of date.
-docs/measurements/support_matrix.json has the commit at which each cell ran.
 
-Every cell ran on a {device} (torch {torch}, Python {python}). The model is small: {model.n_layers} layers (4 for some
-pipelines) of width {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key/value heads, {vocab} words, sequences of
-16 tokens. A cell shows that numbers are right. It does not show that a kernel of a GPU is right.
-
-The name of a layout lists its degrees: ddp (replicas), fsdp (shards), cp (context), tp (tensor) and pp (pipeline
-parallelism).
+Every cell ran on a {device} (torch {torch}, Python {python}), with {model.n_layers} layers (4 for some pipelines) of
+width {model.dim}, {model.n_heads} heads, {model.n_kv_heads} key/value heads, {vocab} words and sequences of 16 tokens.
+It does not show that a kernel of a GPU is right. A layout lists its degrees: ddp (replicas), fsdp (shards), cp
+(context), tp (tensor), pp (pipeline). By default pipelines run 1F1B, context parallelism runs the ring, and gradients
+are accumulated. Features with equal cells share a row.
 
 * ✓: the model trains for two steps. Losses, gradient norm, the gradient of every parameter and the weights match a
   single process, to 1e-10 in float64 (with float8 to 1e-2 in float32).
 * refused: before training, the program prints the sentence with this number below.
 * Empty: the feature has no meaning in this layout, or it was not tried alone there. `tests/distributed/test_pairs.py`
   trains every two settings together.
-
-Features with the same outcomes share a row.
-
-By default pipelines run the schedule 1F1B, context parallelism runs the ring, and gradients are accumulated over
-several micro-batches.
 
 {body}
 

@@ -75,8 +75,19 @@ def register_iterable(name: str, place: str) -> None:
     It is called again for each pass; a `set_epoch` of the iterable gets the pass' number.
 
     torchdata's `StatefulDataLoader` resumes it: by its `state_dict` and `load_state_dict` (of JSON types), or else by
-    reading again up to the position. A document is a text, an object with the field `training.dataset_text_field`, a
-    list of token ids, or an `Encoded`.
+    reading again up to the position. A run resumes exactly, on any number of ranks, if the same documents come again.
+    `shuffle` of a `datasets` stream needs a seed. Only `shuffle(seed=1, buffer_size=1, max_buffer_input_shards=1)`,
+    which shuffles the shards alone, resumes without reading again. Without `training.data_streams` there is one stream
+    for each data-parallel rank of the first start.
+
+    A document is a text, an object with the field `training.dataset_text_field`, a list of token ids, or an `Encoded`,
+    which says which tokens are learned.
+
+    Example, with `register_iterable("mine", "mine.data:documents")` in `mine/__init__.py`:
+
+        def documents(path, stream, streams):
+            rows = datasets.load_dataset(path, split="train", streaming=True)
+            return split_dataset_by_node(rows, rank=stream, world_size=streams)
 
     Args:
         name: Name of the data set.

@@ -9,6 +9,10 @@ full, and messages of a ring run while attention is computed. FSDP, the optimize
 common, are left out. Dynamic groups are given an advantage: their ranks wait for each other at the end of the step
 alone, as without FSDP, and the schedule is searched with all times known.
 
+Lengths are log-normal. Trajectories have a median of 41,000 tokens, 95 % below 75,000, and at most 187,000. Web pages
+have a median of 600; with books the median is 2,000, and a few documents have most of the work. Rows of `balanced` are
+assigned as `training.balance` does.
+
     python scripts/benchmarks/document_degrees.py --json docs/measurements/document_degrees.json
 """
 

@@ -33,6 +33,8 @@ _LSE = 1e-3  # bound for the log-sum-exp; its error in written-out bfloat16 atte
 def versions(check: Check) -> None:
     """Note versions, the GPU, the back ends of `scaled_dot_product_attention`, and implementations of flash attention.
 
+    What must hold: the GPU has bfloat16.
+
     Args:
         check: The run of the block.
     """
@@ -93,6 +95,9 @@ def _back_end(device: str, dtype: str, heads: int, kv_heads: int, n: int, m: int
 
 def kernels(check: Check) -> None:
     """Compare every kernel on tiles, windows, single queries and strided keys. Check deterministic backwards.
+
+    What must hold: at most twice the error of attention written out in the same type, on tiles of all relations,
+    types and sizes of heads; the deterministic backward repeats its bits.
 
     On a GPU, also note whether cuDNN's operators take grouped heads.
 

@@ -20,6 +20,8 @@ _GROWTH = 4.5  # largest growth of the time for twice the tokens; attention grow
 def layer(check: Check) -> None:
     """Measure a layer of 8B's width, bfloat16, causal: KiB per token, for doubled lengths until memory or time ends.
 
+    The lengths begin at 8,192. What must hold: the first length fits.
+
     Args:
         check: The run of the block.
     """

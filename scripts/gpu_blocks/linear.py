@@ -32,6 +32,11 @@ Tensors = list[torch.Tensor | None]
 def linear(check: Check) -> None:
     """Check each kind: errors of outputs and gradients, in runs of chunks and without; milliseconds and memory.
 
+    At 8,192 and 32,768 tokens, by PyTorch, and by flash-linear-attention's kernels if fla-core is installed. The time
+    of attention is noted, too.
+
+    What must hold: outputs and gradients within 0.1 % (float32) and 2 % (bfloat16) of float64.
+
     Args:
         check: The run of the block.
     """

@@ -34,6 +34,9 @@ _COMPILATION = 45.0  # seconds
 def mfu(check: Check) -> None:
     """Measure the trainer alone; then the bare loop, the trainer and the compiled trainer in turn; and a long row.
 
+    Layers as wide as 8B's, up to the memory of the GPU, with Llama 3's vocabulary and the loss in chunks. The long row
+    has 65,536 tokens of packed documents with full recomputation. What must hold: they run.
+
     Args:
         check: The run of the block.
     """

@@ -18,6 +18,8 @@ from trainer.runtime import process_group as groups
 def nccl(check: Check) -> None:
     """Start one rank as the trainer does, split off a group of high priority, use it, and read the flight record.
 
+    What must hold: they work.
+
     Args:
         check: The run of the block.
     """

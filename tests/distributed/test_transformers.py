@@ -3,11 +3,8 @@
 The models here go wrong when they run on a part of a sequence without further care.
 """
 
-import re
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from examples import transformers_model
 from longshard.context.attention import ContextParallelAttention
 from longshard.context.planning.options import ContextParallelError
 from longshard.context.regions import context_parallel
@@ -239,14 +237,9 @@ def test_autocast_of_the_operator_is_that_of_plain_attention(pool: WorkerPool) -
 
 
 def guide_case() -> list[str]:
-    """The blocks of docs/transformers.md, as one program."""
-    guide = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 4
+    """The program of docs/transformers.md."""
     with ranks():
-        names: dict[str, Any] = {}
-        exec(compile("\n".join(blocks), "docs/transformers.md", "exec"), names)
-        return [row.result for row in names["found"].rows]
+        return [row.result for row in transformers_model.main().rows]
 
 
 def test_the_guide_runs(pool: WorkerPool) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from scripts.doc_outputs import PAGES as PAGES_WITH_OUTPUT
 from scripts.doc_outputs import commands as with_output
-from tests.repository.documented.brought import BROUGHT, blocks, brought, files
+from tests.repository.documented.brought import BROUGHT, blocks, brought
 from tests.repository.documented.clone import Clone
 from tests.repository.documented.exceptions import EXCEPTIONS, exception_of
 from tests.repository.documented.expected import expected, is_slow, written
@@ -25,15 +25,9 @@ COMMANDS = all_commands()
 PROGRAMS = {
     "docs/data.md": 1,
     "examples/fields/README.md": 1,
-    "docs/context_parallelism.md": 2,
-    "docs/first_hour_fields.md": 2,
-    "docs/transformers.md": 2,
+    "docs/context_parallelism.md": 1,
 }
 """Pages whose Python blocks are one program, and on how many ranks it runs."""
-RUN_BY_COMMANDS = ("docs/domain_parallelism.md", "docs/library.md")
-"""Pages whose Python blocks are the my_model.py that a command of the page runs."""
-PACKAGE = "docs/your_own_model.md"
-"""The page whose Python blocks are the files of a package, which test_your_own_model.py runs."""
 
 
 def cases() -> Iterator[object]:
@@ -59,7 +53,7 @@ def test_every_short_form_is_of_a_command() -> None:
 
 def test_all_that_is_brought_is_read(tmp_path: Path) -> None:
     texts = [exception_of(text).text(text) if exception_of(text) else text for text in COMMANDS]
-    paths = {path for text in texts for path, _ in brought(text, "docs/transformers.md", tmp_path / "tree")}
+    paths = {path for text in texts for path, _ in brought(text, tmp_path / "tree")}
     assert BROUGHT.keys() <= paths
 
 
@@ -112,8 +106,7 @@ def test_commands_are_found() -> None:
 
 def test_all_python_of_the_pages_is_run() -> None:
     pages = {str(page.relative_to(ROOT)) for page in PAGES if "```python" in page.read_text()}
-    assert pages == {*PROGRAMS, *RUN_BY_COMMANDS, PACKAGE}
-    assert all(any("my_model.py" in text for text in commands(ROOT / page)) for page in RUN_BY_COMMANDS)
+    assert pages == {*PROGRAMS}
 
 
 # ---- the commands
@@ -129,7 +122,7 @@ def check(clone: Clone, command: Command, *, cold: bool) -> None:
     """Run a command. Check its exit code, its output and the files that it writes."""
     exception = exception_of(command.text)
     text = command.text if exception is None else exception.text(command.text)
-    clone.bring(text, command.page)
+    clone.bring(text)
     printed = [*expected(command.text, clone.tree)] if exception is None else [exception.says]
     result = clone.run(text, cold=cold)
     output = result.stdout + result.stderr
@@ -154,9 +147,6 @@ def check(clone: Clone, command: Command, *, cold: bool) -> None:
 )
 def test_the_python_of_a_page_is_a_program(page: str, ranks: int, clone: Clone) -> None:
     clone.turn_to(group(page))
-    for name, text in files(page).items():
-        (clone.tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (clone.tree / name).write_text(text)
     (clone.tree / "page.py").write_text(blocks(page))
     start = "python" if ranks == 1 else f"torchrun --nproc-per-node {ranks}"
     result = clone.run(f"{start} page.py", cold=False)

@@ -75,11 +75,9 @@ def test_the_library_of_the_wheel_runs_alone(wheel: Path, tmp_path: Path) -> Non
     """The program of docs/library.md on two ranks, where nothing of the wheel but `longshard` can be imported."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path, [name for name in archive.namelist() if name.startswith("longshard/")])
-    page = (ROOT / "docs" / "library.md").read_text()
-    block = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE))
     alone = "import sys\nsys.modules['trainer'] = None  # an import of it fails\n"
     checked = "\nimport longshard\nassert longshard.__file__.startswith(sys.path[0])\n"
-    (tmp_path / "my_model.py").write_text(alone + block + checked)
+    (tmp_path / "my_model.py").write_text(alone + (ROOT / "examples" / "own_module.py").read_text() + checked)
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "my_model.py"]
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Law: the package of docs/your_own_model.md trains as the page says, and its losses do not depend on the ranks."""
+"""Law: the package examples/my_llama trains as its page says, and its losses do not depend on the ranks."""
 
 import json
 import os
@@ -16,16 +16,8 @@ SMALL = ["--training.seq_len=64", "--training.global_batch_size=4", "--training.
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, warm_programs: None) -> Path:
-    """The files of the page, with the observer that it registers."""
-    folder = tmp_path_factory.mktemp("own")
-    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE):
-        path = folder / block.partition("\n")[0].removeprefix("# ")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(block)
-    (call,) = re.findall(r"`(register_observer\([^`]*\))`", PAGE)
-    with (folder / "my_llama" / "__init__.py").open("a") as file:
-        file.write(f"\nfrom trainer.extensions import register_observer\n\n{call}\n")
-    return folder
+    """A folder of a user."""
+    return tmp_path_factory.mktemp("own")
 
 
 def run(folder: Path, *arguments: str) -> str:
@@ -37,7 +29,7 @@ def run(folder: Path, *arguments: str) -> str:
 
 
 def test_the_family_of_the_page_trains_generates_and_does_not_depend_on_the_ranks(folder: Path) -> None:
-    (command,) = re.findall(r"^    lct (train --job\.imports my_llama .*)$", PAGE, re.MULTILINE)
+    (command,) = re.findall(r"^    lct (train --job\.imports examples\.my_llama .*)$", PAGE, re.MULTILINE)
     steps = {}
     for ranks in (2, 1):
         words = command.replace("--ngpu 2", f"--ngpu {ranks}").replace("_degree 2", f"_degree {ranks}").split()

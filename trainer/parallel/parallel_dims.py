@@ -8,6 +8,10 @@ Eight ranks for dp_replicate = 2, dp_shard = 2, tp = 2 (pp = cp = 1); the ranks 
 
     Rank 0 shards its parameters with rank 2 (dp_shard_cp), replicates them on rank 4 (dp_replicate) and cuts its
     matrices with rank 1 (tp). It reads the same data as rank 1, and other data than ranks 2, 4 and 6 (dp).
+
+`factorisation` says who uses which flattened mesh. (dp_replicate, dp_shard_cp) is the 2-D mesh of HSDP; DDP is the same
+with a shard degree of one. `world` has the gradient norm, speed and memory. Of a model with experts, `ep` divides the
+experts of a layer, (dp_replicate,) efsdp shards the same experts, and loads of experts are summed over `dp_cp_tp`.
 """
 
 import math

@@ -106,7 +106,7 @@ _NAMED = {
 _RUN = re.compile(r"(?:lct (?:generate|chat|serve|evaluate|verify|convert to-\w+)|forecast) (outputs/\w+)")
 
 
-def brought(command: str, page: str, tree: Path, *, without: str = "") -> Iterator[tuple[str, str]]:
+def brought(command: str, tree: Path, *, without: str = "") -> Iterator[tuple[str, str]]:
     """Yield the paths that a command reads and the scripts that make them, in the order of making.
 
     without: a path to leave out, because the command, itself such a script, makes it.
@@ -116,28 +116,13 @@ def brought(command: str, page: str, tree: Path, *, without: str = "") -> Iterat
             continue
         named = rf"(?:^|{_MADE}[\s'\"=])(?:\./)?{re.escape(path)}(?=$|[\s'\"/])"
         if re.search(_NAMED.get(path, "(?!)"), command) or re.search(named, command):
-            yield from brought(script, page, tree, without=path)
+            yield from brought(script, tree, without=path)
             yield path, script
-    if "my_model.py" in command:
-        yield "my_model.py", f"cp {_program(page, tree)} my_model.py"
     if not without and (run := _RUN.search(command)) and not (tree / run[1] / "config.toml").exists():
         config = run[1].replace("outputs/domain_", "examples/fields/") + ".toml" if "domain_" in run[1] else ""
         yield run[1], f"rm -rf {run[1]}; lct train {config} --checkpoint.enable --job.dump_folder {run[1]}"
 
 
-def _program(page: str, tree: Path) -> Path:
-    """Write the Python blocks of a page as one program, outside of the copy, and return its path."""
-    path = tree.with_name(f"{page.replace('/', '_')}.py")
-    path.write_text(blocks(page))
-    return path
-
-
 def blocks(page: str) -> str:
     """Return the Python blocks of a page as one program."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE))
-
-
-def files(page: str) -> dict[str, str]:
-    """Return the files that the Python blocks of a page show: each begins with its path, such as `# mine/data.py`."""
-    parts = re.split(r"^# ([\w/]+\.py)\n", blocks(page), flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=True))

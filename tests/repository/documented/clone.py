@@ -68,9 +68,9 @@ class Clone:
         kept = ["-e", ".venv", "-e", "__pycache__"]
         subprocess.run(["git", "clean", "-fdxq", *kept], cwd=self.tree, check=True)
 
-    def bring(self, command: str, page: str) -> None:
+    def bring(self, command: str) -> None:
         """Make the files that a command reads and that the reader brings or an earlier command has made."""
-        for path, script in brought(command, page, self.tree):
+        for path, script in brought(command, self.tree):
             kept = self._kept / hashlib.sha256(script.encode()).hexdigest()
             here = self.tree / path
             if not kept.exists() and (not here.exists() or script.startswith("rm ")):

@@ -102,7 +102,6 @@ EXCEPTIONS = [
         instead=r"\g<0> && command -v lct",
         says=r"\.venv/bin/lct$",
     ),
-    Instead(r"lct train --job\.imports my_llama .*", why="test_your_own_model.py runs it, on one rank and on two"),
     Instead(r"python scripts/proof\.py .*", why="test_proof.py runs it"),
     Instead(r"python scripts/spot\.py .*", why="test_spot.py runs it"),
     Instead(r"python scripts/run_notebook\.py .*", why="test_notebook.py runs it"),
