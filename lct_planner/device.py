@@ -27,6 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed._tools.fake_collectives
+from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._library.fake_impl import set_ctx_getter
 from torch._subclasses import fake_tensor
@@ -87,10 +88,10 @@ class FakeDevice(FakeTensorMode):
             if any(issubclass(x, DTensor) for x in types):  # its parts come by themselves
                 return NotImplemented
             if self._device_type == "cuda" and not any(
-                isinstance(x, torch.Tensor) and x.is_meta for x in args
+                isinstance(x, Tensor) and x.is_meta for x in args
             ):
                 return func(*args, **kwargs)
-            result = tree_map_only(torch.Tensor, self._without_memory, func(*args, **kwargs))
+            result = tree_map_only(Tensor, self._without_memory, func(*args, **kwargs))
             self._observe(func, args, kwargs, result)
             return result
         with self:
@@ -115,13 +116,13 @@ class FakeDevice(FakeTensorMode):
             self._observe(func, args, kwargs, result)
         return result
 
-    def _without_memory(self, x: torch.Tensor) -> torch.Tensor:
+    def _without_memory(self, x: Tensor) -> Tensor:
         """Return a tensor made in host memory as a tensor of the device, if the device stands for a CPU.
 
         Tensors that belong to the host stay.
         """
         is_of_device = (
-            type(x) is torch.Tensor
+            type(x) is Tensor
             and x.device.type == "cpu"
             and x.is_floating_point()
             and x.numel() > 1
@@ -167,7 +168,7 @@ class _AnySize:
         return 0
 
 
-def form(x: torch.Tensor) -> tuple:
+def form(x: Tensor) -> tuple:
     """Return the properties that a graph relies on.
 
     Strides of dimensions of one row, and the number of bytes sent, are free.
@@ -285,12 +286,12 @@ class _Generator(torch.Generator):
 _pinned: set[int] = set()
 
 
-def _pin(x: torch.Tensor, *_args: Any, **_kwargs: Any) -> torch.Tensor:
+def _pin(x: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
     """Copy a tensor into pinned host memory."""
     return pinned(x.clone())
 
 
-def pinned(x: torch.Tensor) -> torch.Tensor:
+def pinned(x: Tensor) -> Tensor:
     """Mark host memory as pinned, and return it: the device can read it by itself.
 
     Args:
@@ -303,7 +304,7 @@ def pinned(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def is_pinned(x: torch.Tensor) -> bool:
+def is_pinned(x: Tensor) -> bool:
     """Return whether a host tensor is in pinned memory.
 
     Args:
@@ -363,5 +364,5 @@ def _gpu_patches(gpu: Gpu) -> list[Any]:
         mock.patch.object(torch.version, "cuda", "13.0"),
         mock.patch.object(torch, "Generator", _Generator),
         mock.patch.object(torch, "Stream", _Stream),
-        mock.patch.object(torch.Tensor, "pin_memory", _pin),
+        mock.patch.object(Tensor, "pin_memory", _pin),
     ]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -84,7 +85,7 @@ def moved(args: tuple, result: Any) -> int:
         args: The arguments.
         result: The result.
     """
-    tensors = {id(x): x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)}
+    tensors = {id(x): x for x in tree_leaves((args, result)) if isinstance(x, Tensor)}
     return sum(x.numel() * x.element_size() for x in tensors.values())
 
 
@@ -94,7 +95,7 @@ def is_handle(x: object) -> bool:
     Args:
         x: The argument.
     """
-    return isinstance(x, torch.Tensor) and x.dtype == torch.int64 and x.device.type == "cpu"
+    return isinstance(x, Tensor) and x.dtype == torch.int64 and x.device.type == "cpu"
 
 
 def shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
@@ -115,7 +116,7 @@ def shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
     )
 
 
-def direction(name: str, args: tuple, kwargs: dict[str, Any], result: torch.Tensor) -> str:
+def direction(name: str, args: tuple, kwargs: dict[str, Any], result: Tensor) -> str:
     """Return the direction of a copy between host and device, and why the host waits; "" within a device.
 
     Args:

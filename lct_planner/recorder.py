@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -161,7 +161,7 @@ class Recorder:
             self._add(kind, name, 0, flops=work, moved=moved(args, result), **options)
 
     def _is_of_device(self, *values: Any) -> bool:
-        tensors = (x for x in tree_leaves(values) if isinstance(x, torch.Tensor))
+        tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
         return self._device_type == "cpu" or any(
             x.device.type == self._device_type for x in tensors
         )
@@ -218,7 +218,7 @@ class Recorder:
         up = args[-1]
         latent = None
         # In both directions the last argument is the up-projection of latent attention, if there is one.
-        if isinstance(up, torch.Tensor) and up.ndim == 3:
+        if isinstance(up, Tensor) and up.ndim == 3:
             rotated = k[3] - up.shape[2]
             latent = LatentShape(up.shape[2], rotated, up.shape[1] + rotated - q[3])
         shape = AttentionShape(q[0], q[1], k[1], q[3], args[0].itemsize, sent, latent)
@@ -245,7 +245,7 @@ class Recorder:
         )
         # While Gloo runs these collectives, it keeps a copy of the parts of all ranks.
         if self._device_type == "cpu" and name in _GLOO_COPIES:
-            largest = max(x.nbytes for x in tree_leaves(args) if isinstance(x, torch.Tensor))
+            largest = max(x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor))
             block = Block(largest, "messages", stack.where(), name)
             self._changed(block, block.size)
             self._changed(block, 0)
@@ -259,7 +259,7 @@ class Recorder:
 
     def _alive(self, tensors: Iterable[Any], name: str) -> None:
         for x in tensors:
-            if isinstance(x, torch.Tensor) and x.device.type == self._device_type:
+            if isinstance(x, Tensor) and x.device.type == self._device_type:
                 storage = x.untyped_storage()
                 if storage not in self._blocks:
                     self._blocks[storage] = block = Block(
@@ -288,7 +288,7 @@ class Recorder:
             for place, (number, layer) in enumerate(layers.items()):
                 self._follow(int(number), layer, place == 0, place == len(layers) - 1)
         states = [x for state in trainer.optimizer.state.values() for x in state.values()]
-        self._mark("optimizer", (x for x in states if isinstance(x, torch.Tensor)))
+        self._mark("optimizer", (x for x in states if isinstance(x, Tensor)))
 
     def mark_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Mark the memory of the gradients that the optimizer has read.
@@ -298,7 +298,7 @@ class Recorder:
         """
         self._mark("gradients", (p.grad for p in parameters if p.grad is not None))
 
-    def _mark(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
+    def _mark(self, kind: str, tensors: Iterable[Tensor]) -> None:
         for x in tensors:
             storage = local_part(x).untyped_storage()
             if storage in self._blocks:
@@ -315,7 +315,7 @@ class Recorder:
             if is_first and isinstance(args[0], _FOLLOWED) and args[0].requires_grad:
                 args[0].register_hook(lambda grad: at(BEFORE))
 
-        def after(_module: nn.Module, _args: tuple, result: torch.Tensor) -> None:
+        def after(_module: nn.Module, _args: tuple, result: Tensor) -> None:
             if isinstance(result, _FOLLOWED) and result.requires_grad:
                 result.register_hook(lambda grad: at(number))
             if is_last and torch._C._current_graph_task_id() < 0:
@@ -349,7 +349,7 @@ class Recorder:
             ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_alone
         )
 
-    def host_like(self, x: torch.Tensor) -> torch.Tensor:
+    def host_like(self, x: Tensor) -> Tensor:
         """Return simulated host memory for a tensor, and count its bytes.
 
         Nothing reads or writes the memory. On a CPU it does not count as memory of the allocator.

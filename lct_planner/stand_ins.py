@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional as F
@@ -66,9 +67,9 @@ def stand_ins() -> dict[str, Callable[..., Any]]:
 
 
 def _addmm(
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
@@ -116,7 +117,7 @@ class _RmsNorm(torch.autograd.Function):
         return torch.addcmul(dout, dout, x), dout.flatten(0, -2).sum(0, dtype=weight.dtype)
 
 
-def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
+def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> Tensor:
     """Stand in for F.rms_norm of a CUDA tensor, which a CPU build decomposes; a DTensor has whole rows.
 
     Args:
@@ -141,9 +142,7 @@ def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> torch.Tensor:
     )
 
 
-def merge(
-    total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+def merge(total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Stand in for the Triton kernel that merges partial results: its checks, and one launch.
 
     Args:
@@ -200,7 +199,7 @@ class _Attention(torch.autograd.Function):
 
 def attention_of_one_rank(
     q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options
-) -> torch.Tensor:
+) -> Tensor:
     """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel.
 
     Args:

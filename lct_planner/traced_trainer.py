@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from lct_planner import stand_ins
@@ -64,7 +64,7 @@ class _Task(LanguageTask):
 class EvenRouting(Routing):
     """The routing in which all experts have the same number of tokens."""
 
-    def plan(self, chosen: torch.Tensor, experts: int, group: Any) -> DispatchPlan:
+    def plan(self, chosen: Tensor, experts: int, group: Any) -> DispatchPlan:
         """Return a plan in which all ranks and experts get the same number of tokens.
 
         Args:
@@ -80,7 +80,7 @@ class EvenRouting(Routing):
         to_each = (each,) * ranks
         return DispatchPlan(tokens, places, places, to_each, to_each, pairs, group)
 
-    def pairs(self, owner: torch.Tensor, experts: int) -> list[int]:
+    def pairs(self, owner: Tensor, experts: int) -> list[int]:
         """Return even numbers of pairs.
 
         Args:

@@ -12,6 +12,7 @@ import gc
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from lct_planner.device import GPU, FakeDevice, Gpu, entered, machine
 from lct_planner.events import Events
@@ -92,7 +93,7 @@ class TracedMachine(Machine):
         """
         return self._recorder.region(name)
 
-    def host_like(self, tensor: torch.Tensor, device_type: str, key: str) -> torch.Tensor:
+    def host_like(self, tensor: Tensor, device_type: str, key: str) -> Tensor:
         """Return simulated host memory for a tensor, page-locked on GPUs.
 
         Args:

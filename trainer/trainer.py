@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.sharding.exchange import all_reduce
 from trainer.assembly import Assembly
@@ -167,8 +167,8 @@ class Trainer(Assembly):
         return batches
 
     def forward_backward(
-        self, batch: Batch, valid: torch.Tensor, *, last: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, batch: Batch, valid: Tensor, *, last: bool
+    ) -> tuple[Tensor, Tensor]:
         """Run forward and backward of one micro-batch, and add to the gradients.
 
         Args:
@@ -182,9 +182,9 @@ class Trainer(Assembly):
         """
         for observer in self.observers:
             observer.batch(batch)
-        parts: list[torch.Tensor] = []
+        parts: list[Tensor] = []
 
-        def loss(part: nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def loss(part: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
             losses = self.task.losses(part, hidden, targets)
             parts.append(losses.detach())
             return losses.sum() / valid
@@ -292,7 +292,7 @@ class Trainer(Assembly):
         self.save_is_due = save > 0
         return loss, norm, not self.guard.should_skip(step, loss, norm)
 
-    def optimizer_step(self, norm: float | torch.Tensor) -> None:
+    def optimizer_step(self, norm: float | Tensor) -> None:
         """Clip the gradients to `training.max_norm`, and update the weights.
 
         Args:

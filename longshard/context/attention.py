@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -32,22 +32,22 @@ from longshard.sharding.tensors import wide_type
 class AttentionResult(NamedTuple):
     """The results of one call of context-parallel attention."""
 
-    output: torch.Tensor
+    output: Tensor
     """Shape of the queries: (B, H, S, D), or with latents (B, H, S, V). A query that sees no key has the output 0."""
-    lse: torch.Tensor
+    lse: Tensor
     """(B, H, S), log-sum-exp of the scores, with the sink's share, in float32 at least. -inf without any key and sink.
     """
 
 
 def context_parallel_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor,
     settings: AttentionSettings,
     *,
-    sinks: torch.Tensor | None = None,
-    up: torch.Tensor | None = None,
+    sinks: Tensor | None = None,
+    up: Tensor | None = None,
 ) -> AttentionResult:
     """Return attention of this rank's queries over the whole sequence; a collective over the plan's mesh.
 
@@ -77,14 +77,14 @@ def context_parallel_attention(
 
 @torch.library.custom_op("longshard::context_parallel_attention", mutates_args=())
 def operator(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor,
     settings: Sequence[float],
-    sinks: torch.Tensor | None = None,
-    up: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    sinks: Tensor | None = None,
+    up: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `context_parallel_attention`, with its settings as a list of numbers.
 
     Args:
@@ -119,14 +119,14 @@ def operator(
 
 @torch.library.custom_op("longshard::context_parallel_attention_backward", mutates_args=())
 def _operator_backward(
-    dout: torch.Tensor,
-    saved: Sequence[torch.Tensor],
+    dout: Tensor,
+    saved: Sequence[Tensor],
     kv_heads: int,
-    plan: torch.Tensor,
+    plan: Tensor,
     settings: Sequence[float],
-    sinks: torch.Tensor | None,
-    up: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    sinks: Tensor | None,
+    up: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, and this rank's parts of the gradients of `sinks` and of `up` ((0,) if absent).
 
     saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of exchanged heads. kv_heads: K.
@@ -161,7 +161,7 @@ def _check_call(scale: float) -> None:
         )
 
 
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+def _rows_contiguous(x: Tensor) -> Tensor:
     """Return x as kernels read it: the elements of a row lie one after another; other strides are free."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -201,7 +201,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # else the backward allocates zeros for unused gradients
 
 
-def _differentiate(ctx, dout: torch.Tensor, *_: None):
+def _differentiate(ctx, dout: Tensor, *_: None):
     *saved, plan, sinks, up = ctx.saved_tensors
     dq, dk, dv, dsinks, dup = _operator_backward(
         dout, saved, ctx.kv_heads, plan, ctx.settings, sinks, up
@@ -238,7 +238,7 @@ def add_autocast_rules(operator: Any, casts: Collection[int] = ()) -> None:
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    is_cast = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+    is_cast = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(dtype) if is_cast else x
 
 
@@ -308,15 +308,15 @@ class _Forward:
 
     def __call__(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         scale: float | None = None,
-        sinks: torch.Tensor | None = None,
-        plan: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+        plan: Tensor | None = None,
+        up: Tensor | None = None,
+    ) -> Tensor:
         """Return the output of the operator."""
         if plan is None:
             raise ContextParallelError(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
 from longshard.context.execution.latent import value_dim
 from longshard.context.planning.options import ContextParallelError
@@ -47,10 +47,10 @@ class AttentionInputs(NamedTuple):
         up: Makes keys and values from latents, (H, N + V, R); None if there are no latents.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    up: torch.Tensor | None = None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    up: Tensor | None = None
 
     def check(self) -> None:
         """Check shapes and types.

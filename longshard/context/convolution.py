@@ -12,7 +12,7 @@ and forward and backward are one exchange each. As an operator it finds its plan
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -29,11 +29,11 @@ Tiles = Sequence[tuple[int, int]]
 
 @torch.library.custom_op("longshard::context_parallel_convolution", mutates_args=())
 def context_parallel_convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    plan: torch.Tensor,
-    positions: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor,
+    weight: Tensor,
+    plan: Tensor,
+    positions: Tensor | None = None,
+) -> Tensor:
     """Convolve each channel of this rank's rows with the rows before them; a collective over the plan's mesh.
 
     Rows before the sequence are zeros. The gradient of the weight is this rank's part.
@@ -58,12 +58,12 @@ def context_parallel_convolution(
 
 @torch.library.custom_op("longshard::context_parallel_convolution_backward", mutates_args=())
 def _context_parallel_convolution_backward(
-    dout: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    plan: torch.Tensor,
-    positions: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    dout: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    plan: Tensor,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return dx, and this rank's part of the gradient of the weight."""
     kernel = weight.shape[2]
     reach = None
@@ -78,9 +78,7 @@ def _context_parallel_convolution_backward(
     return gradients(rows, reach, x, weight, tiles)
 
 
-def _fetched(
-    rows: torch.Tensor, x: torch.Tensor, plan: torch.Tensor, window: Window
-) -> tuple[torch.Tensor, Tiles]:
+def _fetched(rows: Tensor, x: Tensor, plan: Tensor, window: Window) -> tuple[Tensor, Tiles]:
     """Return the rows that this rank's windows read, tile after tile, and the tiles in them.
 
     Rows of other ranks are fetched; rows outside the sequence are zeros. A tile is (its first row among the returned
@@ -123,7 +121,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx, dout: torch.Tensor):
+def _differentiate(ctx, dout: Tensor):
     return *_context_parallel_convolution_backward(dout, *ctx.saved_tensors), None, None
 
 
@@ -143,12 +141,12 @@ class ContextParallelConvolution(ParallelStyle):
 
 
 def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     *,
-    positions: torch.Tensor | None = None,
-    plan: torch.Tensor | None = None,
-) -> torch.Tensor:
+    positions: Tensor | None = None,
+    plan: Tensor | None = None,
+) -> Tensor:
     """Run as the forward of a parallelised module."""
     if plan is None:
         raise ContextParallelError(
@@ -161,9 +159,7 @@ def _forward(
 # ---- Arithmetic
 
 
-def convolved(
-    rows: torch.Tensor, weight: torch.Tensor, reach: torch.Tensor | None, tiles: Tiles
-) -> torch.Tensor:
+def convolved(rows: Tensor, weight: Tensor, reach: Tensor | None, tiles: Tiles) -> Tensor:
     """Return the convolution at the rows of all tiles, one after another: (B, S, C), in the type of `rows`.
 
     Sums are in float32 at least.
@@ -186,12 +182,12 @@ def convolved(
 
 
 def gradients(
-    rows: torch.Tensor,
-    reach: torch.Tensor | None,
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    rows: Tensor,
+    reach: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
     tiles: Tiles,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of the tiles' own rows x and their part of the gradient of the weight.
 
     Args:
@@ -215,7 +211,7 @@ def gradients(
     return dx.to(x.dtype), dweight.to(weight.dtype)
 
 
-def _tile_rows(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
+def _tile_rows(rows: Tensor, tiles: Tiles, offset: int) -> Tensor:
     """Return the rows of all tiles, each from `offset` rows after its first row, one row for each of its outputs."""
     parts = [rows.narrow(1, first + offset, outputs) for first, outputs in tiles]
     if len(parts) > 1:
@@ -223,7 +219,7 @@ def _tile_rows(rows: torch.Tensor, tiles: Tiles, offset: int) -> torch.Tensor:
     return parts[0] if parts else rows.narrow(1, 0, 0)
 
 
-def _reached(rows: torch.Tensor, reach: torch.Tensor | None, tap: int) -> torch.Tensor:
+def _reached(rows: Tensor, reach: Tensor | None, tap: int) -> Tensor:
     """Return rows, (B, S, C), with zeros where a tap begins before its output's document."""
     return (
         rows if reach is None or tap == 0 else rows.masked_fill((reach < tap).unsqueeze(-1), 0)

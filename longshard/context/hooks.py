@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels
 
-ScoreFunction = Callable[[int, torch.Tensor], None]
+ScoreFunction = Callable[[int, Tensor], None]
 """Takes the layer (-1 if none is named) and the log-sum-exp of the scores of one call, (B, H, S), -inf in padding."""
 
 
@@ -21,7 +21,7 @@ class Scores:
     """
 
     take: ScoreFunction
-    padding: torch.Tensor | None = None
+    padding: Tensor | None = None
 
 
 @dataclass(frozen=True)

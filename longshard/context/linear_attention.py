@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from longshard.context.attention import add_autocast_rules
 from longshard.context.execution.linear_chunks import Tokens
@@ -27,9 +28,7 @@ from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.tensors import wide_type
 
 
-def linear_attention(
-    x: Tokens, plan: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def linear_attention(x: Tokens, plan: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Run the recurrence of `execution/linear_chunks.py` over the whole sequence; a collective over the plan's mesh.
 
     Gradients flow through the outputs only.
@@ -51,12 +50,12 @@ def linear_attention(
 
 @torch.library.custom_op("longshard::linear_attention", mutates_args=())
 def operator(
-    tokens: Sequence[torch.Tensor],
-    beta: torch.Tensor | None,
-    plan: torch.Tensor | None,
-    positions: torch.Tensor | None,
+    tokens: Sequence[Tensor],
+    beta: Tensor | None,
+    plan: Tensor | None,
+    positions: Tensor | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `linear_attention`.
 
     Args:
@@ -87,14 +86,14 @@ def operator(
 
 @torch.library.custom_op("longshard::linear_attention_backward", mutates_args=())
 def _operator_backward(
-    dout: torch.Tensor,
-    tokens: Sequence[torch.Tensor],
-    beta: torch.Tensor | None,
-    plan: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    kept: torch.Tensor,
+    dout: Tensor,
+    tokens: Sequence[Tensor],
+    beta: Tensor | None,
+    plan: Tensor | None,
+    positions: Tensor | None,
+    kept: Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, log_decay and beta ((0,) if absent)."""
     x = Tokens(*tokens, beta, positions, scale)
     place, local = _local(x, plan)
@@ -116,7 +115,7 @@ def _operator_backward(
     return *gradients, dbeta
 
 
-def _local(x: Tokens, plan: torch.Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
+def _local(x: Tokens, plan: Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
     """Check the inputs of the operator; return the fragments of this rank and the pass that computes them."""
     q, k, v, log_decay, beta, _, _ = x
     alike = (

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longshard.context.execution.linear_chunks import (
     CHUNK,
@@ -51,7 +52,7 @@ class Place:
     rows: tuple[Axis, Axis] | None = None
 
     @classmethod
-    def of(cls, plan: torch.Tensor | None, q: torch.Tensor) -> "Place":
+    def of(cls, plan: Tensor | None, q: Tensor) -> "Place":
         """Return the fragments of this rank. Counts a call of the plan.
 
         Args:
@@ -120,7 +121,7 @@ class Place:
         """Whether some fragment has several runs."""
         return any(end - first > self.run for first, end in self.fragments)
 
-    def ends(self, zeros: torch.Tensor, *, reverse: bool) -> KnownStates:
+    def ends(self, zeros: Tensor, *, reverse: bool) -> KnownStates:
         """Return the states before fragments: zeros, or the states that go from fragment to fragment in order.
 
         Args:
@@ -134,14 +135,14 @@ class Place:
             else InOrder(known.zero, self.axis, reverse=reverse)
         )
 
-    def _moved(self, x: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    def _moved(self, x: Tensor, *, back: bool = False) -> Tensor:
         """Return input rows, (B, S, ...), as the rows to compute with; `back`: the opposite. A collective."""
         if self.rows is None:
             return x
         source, target = self.rows[::-1] if back else self.rows
         return fetch(x, source, target.layout.ranges, 1)
 
-    def chunked(self, x: torch.Tensor) -> torch.Tensor:
+    def chunked(self, x: Tensor) -> Tensor:
         """Return rows in chunks, (B, H, N, C, D); each fragment is filled up with zeros at its end.
 
         Args:
@@ -156,7 +157,7 @@ class Place:
         chunks = rows.shape[1] // self.size
         return rows.unflatten(1, (chunks, self.size)).permute(0, 3, 1, 2, 4).contiguous()
 
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+    def rows_of(self, x: Tensor) -> Tensor:
         """Return the rows of chunks, (B, S, H, D), without the zeros that fill up the fragments.
 
         Args:
@@ -188,20 +189,20 @@ class ChunkedPass:
         self.shape = k.shape[0], len(place.lengths), k.shape[1], k.shape[-1], v.shape[-1]
 
     @cached_property
-    def zeros(self) -> torch.Tensor:
+    def zeros(self) -> Tensor:
         """Zeros in the shape of the states, (B, F, H, K, V)."""
         return self._chunks.x.k.new_zeros(self.shape)
 
     @cached_property
-    def _run_maps(self) -> list[torch.Tensor]:
+    def _run_maps(self) -> list[Tensor]:
         """The maps of the runs of each fragment."""
         return self._chunks.maps()
 
-    def _maps_if_runs(self) -> Sequence[torch.Tensor | None]:
+    def _maps_if_runs(self) -> Sequence[Tensor | None]:
         """Return the maps of the runs of each fragment; None for each if all fragments are one run."""
         return self._run_maps if self._place.has_runs else [None] * len(self._place.lengths)
 
-    def maps(self) -> torch.Tensor:
+    def maps(self) -> Tensor:
         """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 if diagonal."""
         x = self._chunks.x
         v_dim = self.shape[-1]
@@ -209,7 +210,7 @@ class ChunkedPass:
         like = x.k.new_empty(*x.k.shape[:2], x.k.shape[-1], columns)
         return stacked([joined(maps, v_dim) for maps in self._run_maps], like)
 
-    def forward(self, ends: KnownStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, ends: KnownStates) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs, (B, S, H, V), the states before fragments, and the state after the last fragment.
 
         The states before fragments are (B, F, H, K, V), as `begin_backward` takes them. Without a chunk, the last state
@@ -225,7 +226,7 @@ class ChunkedPass:
         last = after[:, -1] if after.shape[1] else ends.zero
         return out, entries, last
 
-    def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
+    def begin_backward(self, dout: Tensor, entries: Tensor) -> None:
         """Begin the backward: keep in this object what its next steps use.
 
         These are the states before chunks, the chunks of `dout` in the data type of `entries`, and their readings.
@@ -239,12 +240,12 @@ class ChunkedPass:
         self._read = self._chunks.read(self._dout)
 
     @cached_property
-    def _run_biases(self) -> list[torch.Tensor]:
+    def _run_biases(self) -> list[Tensor]:
         """The gradients of the states before the runs of each fragment, if the gradients after them are zero."""
         return self._chunks.biases(self._read)
 
     @cached_property
-    def _maps_back(self) -> Sequence[torch.Tensor | None]:
+    def _maps_back(self) -> Sequence[Tensor | None]:
         """The maps of the runs of each fragment with the biases of the backward, see `_maps_if_runs`."""
         if not self._place.has_runs:
             return self._maps_if_runs()
@@ -252,7 +253,7 @@ class ChunkedPass:
         both = zip(self._run_biases, self._run_maps, strict=True)
         return [torch.cat((bias, maps[..., v_dim:]), -1) for bias, maps in both]
 
-    def biases(self) -> torch.Tensor:
+    def biases(self) -> Tensor:
         """Return the gradients of the states before fragments, of `shape`, if the gradients after them are zero."""
         zero = KnownStates(self.zeros).zero
         if not self._place.has_runs:
@@ -260,7 +261,7 @@ class ChunkedPass:
         maps = self._maps_back
         return stacked([through_runs(zero, x, reverse=True)[1] for x in maps], zero)
 
-    def backward(self, ends: KnownStates) -> tuple[torch.Tensor, ...]:
+    def backward(self, ends: KnownStates) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, log_decay and beta; without beta, the last one has no meaning.
 
         Args:

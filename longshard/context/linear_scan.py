@@ -24,6 +24,7 @@ import math
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from longshard.context.execution.build import own_group
 from longshard.context.execution.linear_states import KnownStates, changed, stacked
@@ -81,7 +82,7 @@ class InOrder(KnownStates):
         reverse: Whether states go from the last fragment to the first.
     """
 
-    def __init__(self, zero: torch.Tensor, axis: Axis, *, reverse: bool) -> None:
+    def __init__(self, zero: Tensor, axis: Axis, *, reverse: bool) -> None:
         self.zero = zero
         self._axis = axis
         self._step = -1 if reverse else 1
@@ -90,7 +91,7 @@ class InOrder(KnownStates):
         self._last = zero
         self._group = own_group(axis.group, "states", zero.device.type)
 
-    def before(self, fragment: int) -> torch.Tensor:
+    def before(self, fragment: int) -> Tensor:
         """Return the state before a fragment, (B, H, K, V); receive it if another rank has it.
 
         Args:
@@ -105,7 +106,7 @@ class InOrder(KnownStates):
             self._send_or_receive(state, sender, is_send=False)
         return state
 
-    def after(self, fragment: int, state: torch.Tensor) -> None:
+    def after(self, fragment: int, state: Tensor) -> None:
         """Take the state after a fragment; send it if the next fragment is on another rank.
 
         Args:
@@ -117,7 +118,7 @@ class InOrder(KnownStates):
         if receiver is not None and receiver != self._axis.rank:
             self._send_or_receive(state.contiguous(), receiver, is_send=True)
 
-    def _send_or_receive(self, state: torch.Tensor, rank: int, *, is_send: bool) -> None:
+    def _send_or_receive(self, state: Tensor, rank: int, *, is_send: bool) -> None:
         send_receive(
             [Transfer(state, rank, is_send=is_send)], self._group, kind="states"
         ).wait()
@@ -138,7 +139,7 @@ def is_gathered(fragments: AxisLayout, map_bytes: int) -> bool:
     return fragments.length * map_bytes <= GATHERED_BYTES
 
 
-def states_before(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+def states_before(maps: Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> Tensor:
     """Return the states before this rank's fragments, (B, F, H, K, V); a collective. The first state of all is zero.
 
     Args:
@@ -173,7 +174,7 @@ def maps_after(fragments: AxisLayout) -> Wanted:
     )
 
 
-def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+def _gathered(maps: Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> Tensor:
     own = axis.layout.indices(axis.rank).tolist()
     last = axis.layout.length - 1
     rows = fetch(maps, axis, (maps_after if reverse else maps_before)(axis.layout), 1)
@@ -191,7 +192,7 @@ def _gathered(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> t
     return states.flip(1) if reverse else states
 
 
-def _in_turn(maps: torch.Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> torch.Tensor:
+def _in_turn(maps: Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> Tensor:
     # (fragment, its rank); a place is an index of this list
     order = [*enumerate(_owners(axis.layout))]
     order = order[::-1] if reverse else order

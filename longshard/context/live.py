@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.attention_inputs import AttentionInputs, AttentionSettings
@@ -71,15 +72,15 @@ class LivePlan:
     other_calls: int = 0
     latest: Execution | None = None
     _executions: dict[tuple, Execution] = field(default_factory=dict)
-    _padded: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
-    _visible: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+    _padded: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _visible: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
         """The number of the present shard of the layout: this rank, or the chunk."""
         return self.mesh.get_local_rank() if self.chunk is None else self.chunk[0]
 
-    def show_scores(self, layer: int, lse: torch.Tensor, sequences: Sequence[int]) -> None:
+    def show_scores(self, layer: int, lse: Tensor, sequences: Sequence[int]) -> None:
         """Pass the log-sum-exp of one call to the function of the hooks, if there is one.
 
         Args:
@@ -95,7 +96,7 @@ class LivePlan:
             lse = lse.masked_fill(padded[:, None], -torch.inf)
         scores.take(layer, lse)
 
-    def _padded_rows(self, sequences: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    def _padded_rows(self, sequences: tuple[int, ...], device: torch.device) -> Tensor:
         """Return which of this rank's rows are padding, (B, S) bool; computed once for all layers."""
         if sequences not in self._padded:
             padding = self.hooks.scores.padding
@@ -142,7 +143,7 @@ class LivePlan:
         return replace(self.latest, layer=layer)
 
     def _built(
-        self, q: torch.Tensor, settings: AttentionSettings, sequences: tuple[int, ...]
+        self, q: Tensor, settings: AttentionSettings, sequences: tuple[int, ...]
     ) -> Execution:
         """Return a new execution. sequences: their numbers in the batch; () means any."""
         mask = self._mask(sequences, settings.is_causal, settings.window)
@@ -194,7 +195,7 @@ class LivePlan:
         except OptionError as error:
             raise ContextParallelError(str(error)) from None
 
-    def visible(self, sequences: Sequence[int]) -> torch.Tensor:
+    def visible(self, sequences: Sequence[int]) -> Tensor:
         """Return the keys that each of this rank's rows sees under the causal mask, on the host.
 
         Args:
@@ -228,7 +229,7 @@ class LivePlan:
 @contextmanager
 def opened(
     live: LivePlan, sequences: int | None, *, local_attention: bool = True
-) -> Iterator[torch.Tensor]:
+) -> Iterator[Tensor]:
     """Yield the handle of a plan, (sequences,) int64, for the forward AND the backward; the table has it until the end.
 
     Args:
@@ -292,7 +293,7 @@ def any_plan_open(mesh: DeviceMesh) -> bool:
     return any(live.mesh.get_group() is mesh.get_group() for live in list(_live.values()))
 
 
-def with_layer(handle: torch.Tensor | None, layer: int) -> torch.Tensor | None:
+def with_layer(handle: Tensor | None, layer: int) -> Tensor | None:
     """Return a handle that also names a layer, for sequences in chunks; None if there is no handle.
 
     Args:
@@ -302,7 +303,7 @@ def with_layer(handle: torch.Tensor | None, layer: int) -> torch.Tensor | None:
     return None if handle is None else handle + (layer + 1) * _LAYER
 
 
-def layer_of(handle: torch.Tensor) -> int:
+def layer_of(handle: Tensor) -> int:
     """Return the layer that a handle names; -1 if it names none.
 
     Args:
@@ -311,7 +312,7 @@ def layer_of(handle: torch.Tensor) -> int:
     return int(handle[0]) // _LAYER - 1
 
 
-def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
+def resolve(handle: Tensor) -> tuple[LivePlan, list[int]]:
     """Return the open plan that a handle names, and the numbers of the handle's sequences in the batch.
 
     Args:
@@ -340,7 +341,7 @@ def resolve(handle: torch.Tensor) -> tuple[LivePlan, list[int]]:
     return live, [entry % _SEQUENCES for entry in entries]
 
 
-def own_positions(handle: torch.Tensor, device: torch.device) -> torch.Tensor:
+def own_positions(handle: Tensor, device: torch.device) -> Tensor:
     """Return the positions in the sequence of the rows of this rank, or chunk: (S,) int64.
 
     Args:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.execution.chunks import ChunkRows, KeptTensor
@@ -28,7 +29,7 @@ from longshard.sharding.layout import AxisLayout
 from longshard.sharding.placement import replicate, rows_on, shard, unshard
 from longshard.sharding.tensors import content_hash
 
-Intercept = Callable[[torch.Tensor, LivePlan], AbstractContextManager[None]]
+Intercept = Callable[[Tensor, LivePlan], AbstractContextManager[None]]
 """Makes, from a handle and its plan, a context in which calls of attention run by the plan."""
 
 
@@ -44,12 +45,12 @@ class Region:
         live: The plan, which counts calls.
     """
 
-    attention_plan: torch.Tensor
+    attention_plan: Tensor
     layout: AxisLayout
     group: dist.ProcessGroup
     live: LivePlan
 
-    def shard(self, x: torch.Tensor, dim: int, *, grad: str = "partial") -> torch.Tensor:
+    def shard(self, x: Tensor, dim: int, *, grad: str = "partial") -> Tensor:
         """Return this rank's rows of a tensor that every rank has whole.
 
         Args:
@@ -59,7 +60,7 @@ class Region:
         """
         return shard(x, self.layout, dim, group=self.group, grad=grad)
 
-    def unshard(self, x: torch.Tensor, dim: int, *, grad: str = "partial") -> torch.Tensor:
+    def unshard(self, x: Tensor, dim: int, *, grad: str = "partial") -> Tensor:
         """Return all rows; a collective.
 
         Args:
@@ -69,7 +70,7 @@ class Region:
         """
         return unshard(x, self.layout, dim, group=self.group, grad=grad)
 
-    def replicate(self, x: torch.Tensor) -> torch.Tensor:
+    def replicate(self, x: Tensor) -> Tensor:
         """Return a tensor that every rank uses in the region; its gradient is the sum of all ranks' gradients.
 
         Args:
@@ -133,9 +134,9 @@ def region(
 def context_parallel(
     mesh: DeviceMesh,
     *,
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[Tensor],
     buffer_seq_dims: Sequence[int],
-    no_restore_buffers: Collection[torch.Tensor] | None = None,
+    no_restore_buffers: Collection[Tensor] | None = None,
     mask: Mask | None = None,
     load_balancer: str | AxisLayout | None = None,
     method: str | None = None,
@@ -192,14 +193,14 @@ def _with_names(
 
 
 def _cut_rows(
-    buffers: Sequence[torch.Tensor],
+    buffers: Sequence[Tensor],
     dims: Sequence[int],
     load_balancer: str | AxisLayout | None,
     options: ContextParallelOptions,
     mask: Mask | None,
     mesh: DeviceMesh,
     check_consistency: bool,
-) -> tuple[list[tuple[torch.Tensor, int]], AxisLayout, int]:
+) -> tuple[list[tuple[Tensor, int]], AxisLayout, int]:
     """Return the checked buffers and dimensions, the layout (`load_balancer`, or by the options), and this rank."""
     mesh, _ = flat_mesh(mesh, options)
     if check_consistency:  # before checks that might fail on one rank only
@@ -231,9 +232,9 @@ def sequence_chunks(
     options: ContextParallelOptions,
     *,
     sequences: int,
-    keep: Callable[[torch.Tensor], KeptTensor],
+    keep: Callable[[Tensor], KeptTensor],
     hooks: AttentionHooks = NO_HOOKS,
-) -> Iterator[tuple[torch.Tensor, ...]]:
+) -> Iterator[tuple[Tensor, ...]]:
     """Yield the handle of each chunk, (sequences,) int64, for the forward AND the backward.
 
     Inside, rows wait for later chunks. The model gives each layer its own handle, `with_layer(...)`.
@@ -258,10 +259,10 @@ def sequence_chunks(
 
 @contextmanager
 def _cut(
-    cuts: Sequence[tuple[torch.Tensor, int]],
+    cuts: Sequence[tuple[Tensor, int]],
     layout: AxisLayout,
     rank: int,
-    not_restored: Collection[torch.Tensor],
+    not_restored: Collection[Tensor],
 ) -> Iterator[None]:
     """Cut each buffer to the rank's rows of its dimension; restore it at the end."""
     dropped = {id(x) for x in not_restored}
@@ -269,7 +270,7 @@ def _cut(
         raise ContextParallelError(
             "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
         )
-    whole: list[tuple[torch.Tensor, torch.Tensor]] = []
+    whole: list[tuple[Tensor, Tensor]] = []
     try:
         for x, dim in cuts:
             # `set_` gives the tensor new memory; views of the old memory still see the whole tensor.
@@ -283,15 +284,15 @@ def _cut(
 
 
 def _cuts(
-    buffers: Sequence[torch.Tensor], dims: Sequence[int]
-) -> tuple[list[tuple[torch.Tensor, int]], int]:
+    buffers: Sequence[Tensor], dims: Sequence[int]
+) -> tuple[list[tuple[Tensor, int]], int]:
     """Check the buffers; return (buffer, non-negative dimension) for each tensor, once, and the sequence length."""
     if not buffers or len(buffers) != len(dims):
         raise ContextParallelError(
             f"context_parallel got {len(buffers)} buffers and {len(dims)} sequence dimensions; give one dimension for "
             "each buffer, and at least one buffer"
         )
-    cuts: dict[int, tuple[torch.Tensor, int]] = {}
+    cuts: dict[int, tuple[Tensor, int]] = {}
     for number, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not -x.ndim <= dim < x.ndim or cuts.get(id(x), (x, dim % x.ndim))[1] != dim % x.ndim:
             raise ContextParallelError(
@@ -319,7 +320,7 @@ def _cuts(
     return list(cuts.values()), seq_len
 
 
-def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[torch.Tensor]) -> None:
+def _check_ranks_agree(mesh: DeviceMesh, plan: object, buffers: Sequence[Tensor]) -> None:
     """Raise on all ranks if some ranks have another plan or other data than most ranks; a collective."""
     plan_bytes = torch.frombuffer(bytearray(repr(plan).encode()), dtype=torch.uint8)
     hashes_here = (

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longshard.context.attention import add_autocast_rules
 from longshard.context.execution.chunks import ChunkRows
@@ -54,21 +55,21 @@ class SparseSettings(NamedTuple):
 class SparseResult(NamedTuple):
     """The results of one call of sparse attention."""
 
-    output: torch.Tensor
+    output: Tensor
     """(B, H, S, V). A query that sees no key has the output 0."""
-    chosen: torch.Tensor
+    chosen: Tensor
     """(B, S, per_query) int32, positions of the chosen keys in the sequence, ascending; -1 in places without a key."""
-    loss: torch.Tensor
+    loss: Tensor
     """(B, S), the loss of the indexer at each query, in float32 at least; 0 unless it learns. Its gradient reaches
     the index alone."""
 
 
 def sparse_attention(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    up: torch.Tensor,
+    q: Tensor,
+    latent: Tensor,
+    up: Tensor,
     index: Index,
-    plan: torch.Tensor | None,
+    plan: Tensor | None,
     settings: SparseSettings,
 ) -> SparseResult:
     """Return causal attention of this rank's queries to chosen keys of the whole sequence; a collective.
@@ -91,13 +92,13 @@ def sparse_attention(
 
 @torch.library.custom_op("longshard::sparse_attention", mutates_args=())
 def operator(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    up: torch.Tensor,
-    index: Sequence[torch.Tensor],
-    plan: torch.Tensor | None,
+    q: Tensor,
+    latent: Tensor,
+    up: Tensor,
+    index: Sequence[Tensor],
+    plan: Tensor | None,
     settings: Sequence[float],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `sparse_attention`.
 
     Args:
@@ -132,16 +133,16 @@ def operator(
 
 @torch.library.custom_op("longshard::sparse_attention_backward", mutates_args=())
 def _operator_backward(
-    dout: torch.Tensor,
-    dloss: torch.Tensor,
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    up: torch.Tensor,
-    index: Sequence[torch.Tensor],
-    chosen: torch.Tensor,
-    plan: torch.Tensor | None,
+    dout: Tensor,
+    dloss: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    up: Tensor,
+    index: Sequence[Tensor],
+    chosen: Tensor,
+    plan: Tensor | None,
     settings: Sequence[float],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and of the index."""
     call = _call(q, latent, up, index, plan, settings)
     rows = call.rows
@@ -167,7 +168,7 @@ def _operator_backward(
     return dq, dlatent.clone(), dup.to(up.dtype), queries, dkeys.clone(), weights
 
 
-def _value_dim(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> int:
+def _value_dim(q: Tensor, latent: Tensor, up: Tensor) -> int:
     """Return V. Latents are (B, S, R + P)."""
     return up.shape[1] + latent.shape[2] - up.shape[2] - q.shape[3]
 
@@ -187,7 +188,7 @@ class _Whole:
     live: LivePlan | None = None
     chunk: tuple[int, ChunkRows] | None = None
 
-    def __init__(self, plan: torch.Tensor | None, rows: int) -> None:
+    def __init__(self, plan: Tensor | None, rows: int) -> None:
         """Find the plan, check the number of this rank's rows, and count a call of the plan."""
         self.length = rows
         if plan is None:
@@ -206,7 +207,7 @@ class _Whole:
         self.length = live.layout.length
         self.visible = live.visible(self.sequences)
 
-    def collected(self, own: torch.Tensor) -> torch.Tensor:
+    def collected(self, own: Tensor) -> Tensor:
         """Return all rows in the order of the sequence, (B, T, C); for a chunk, the rows up to its end."""
         if self.live is None:
             return own
@@ -223,7 +224,7 @@ class _Whole:
             kept.fetch()
         return torch.cat([*(kept.take().transpose(0, 1) for kept in before), own], 1)
 
-    def returned(self, gradient: torch.Tensor) -> torch.Tensor:
+    def returned(self, gradient: Tensor) -> Tensor:
         """Return the sums of the gradients of this rank's rows, (B, S, C), from gradients of all rows."""
         if self.live is None:
             return gradient
@@ -259,20 +260,20 @@ class _Call(NamedTuple):
         rows: Latents and index keys of the whole sequence, (B, T, R + P + D).
     """
 
-    q: torch.Tensor
-    up: torch.Tensor
+    q: Tensor
+    up: Tensor
     latent_dim: int
     index: Index
     how: SparseSettings
     whole: _Whole
-    rows: torch.Tensor
+    rows: Tensor
 
     def index_at(self, part: slice) -> Index:
         """Return the index of some queries, in a wide type; its keys are not used."""
         queries, keys, weights = self.index
         return Index(wide(queries[:, part]), keys, wide(weights[:, part]))
 
-    def parts(self, chosen: torch.Tensor) -> Iterator[tuple[slice, Rows, Attended]]:
+    def parts(self, chosen: Tensor) -> Iterator[tuple[slice, Rows, Attended]]:
         """Yield parts of the queries, with the rows that they attend to and their attention. chosen: (B, S, k)."""
         rows = self.rows
         per_query = self.how.per_query
@@ -333,7 +334,7 @@ def _save(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(chosen)
 
 
-def _differentiate(ctx, dout: torch.Tensor, _dchosen: torch.Tensor, dloss: torch.Tensor):
+def _differentiate(ctx, dout: Tensor, _dchosen: Tensor, dloss: Tensor):
     q, latent, up, *index, chosen, plan = ctx.saved_tensors
     *gradients, dqueries, dkeys, dweights = _operator_backward(
         dout, dloss, q, latent, up, index, chosen, plan, ctx.settings

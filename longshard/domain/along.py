@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longshard.domain.dispatch import AnyTensor, DomainTensor, refused, rule, wrapped
 from longshard.domain.domain import balanced, sized
@@ -115,7 +116,7 @@ def _place_of_extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
 
 @along("topk")
 def _topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
-    def choose(part: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(part: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         return part.topk(min(k, part.shape[dim]), dim, largest, sorted)
 
     return torch.return_types.topk(_best(x, dim, k, choose))
@@ -207,7 +208,7 @@ def _kthvalue(function, x, k, dim=-1, keepdim=False) -> Any:
     return whole_along(lambda part: function(part, k, dim % x.ndim, keepdim), x, dim % x.ndim)
 
 
-def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: int) -> Any:
+def whole_along(function: Callable[[Tensor], Any], x: DomainTensor, dim: int) -> Any:
     """Return the function of x, computed on tensors that have one dimension whole, and others perhaps not.
 
     A result that keeps the number of rows has the layout of x; with another number of rows, it is balanced. A result
@@ -229,7 +230,7 @@ def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: i
         else move(x, dim, target, balanced(x.shape[target], axis.degree))
     )
 
-    def back(part: torch.Tensor) -> DomainTensor:
+    def back(part: Tensor) -> DomainTensor:
         is_dropped = part.ndim < x.ndim
         rows = 0 if is_dropped else part.shape[dim]
         if is_dropped or rows == 1:
@@ -248,7 +249,7 @@ def whole_along(function: Callable[[torch.Tensor], Any], x: DomainTensor, dim: i
     return mapped(back, _on_shard(function, y.local))
 
 
-def _on_shard(function: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Any:
+def _on_shard(function: Callable[[Tensor], Any], x: Tensor) -> Any:
     """Return the function of a shard; for a shard without elements, which some libraries refuse, an empty result."""
     if x.numel() or x.is_meta:
         return function(x)

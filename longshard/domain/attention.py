@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longshard.context.execution.build import Execution, build_execution
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
@@ -128,7 +129,7 @@ def _broadcast(
     return q if [*q.shape[:-2]] == before else q.expand(*before, *q.shape[-2:]), k, v
 
 
-def _rows_of_mask(mask: Any, q: DomainTensor) -> torch.Tensor:
+def _rows_of_mask(mask: Any, q: DomainTensor) -> Tensor:
     """Return the rows of a mask that belong to this rank's queries."""
     before = q.ndim - mask.ndim
     shape = torch.Size([*q.shape[:before], *mask.shape])
@@ -164,7 +165,7 @@ def _weights(
     return scores.softmax(-1)
 
 
-def _over_ranks(*qkv: torch.Tensor, axes: tuple[Axis, Axis], options: _Options) -> torch.Tensor:
+def _over_ranks(*qkv: Tensor, axes: tuple[Axis, Axis], options: _Options) -> Tensor:
     """Return attention of this rank's rows; a collective. axes: the axes of the queries and of the keys."""
     q, k, v = qkv
     query_axis, key_axis = axes
@@ -202,12 +203,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         run: Execution,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         out, lse = run.forward(q, k, v, terms=Terms(scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.run, ctx.scale = run, scale
@@ -215,7 +216,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv, *_ = ctx.run.backward(
             BackwardInputs(dout, *ctx.saved_tensors), Terms(ctx.scale)
         )

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -99,7 +100,7 @@ class DomainTensor:
         DomainOperatorError: The tensor is made inside an autograd.Function, such as reentrant checkpointing.
     """
 
-    local: torch.Tensor
+    local: Tensor
     domain: Domain
     base: whole.Base | None = None
     __iter__: ClassVar[None] = None  # otherwise Python iterates by __getitem__
@@ -129,7 +130,7 @@ class DomainTensor:
     def __getattr__(self, name: str) -> Any:
         if name in _LOCAL_ATTRIBUTES.split():
             return getattr(self.local, name)
-        method = getattr(torch.Tensor, name, None)
+        method = getattr(Tensor, name, None)
         if name.startswith("__") or not callable(method):
             raise AttributeError(
                 f"a DomainTensor has no attribute {name!r}; its shard is the attribute `local`"
@@ -209,7 +210,7 @@ class DomainTensor:
         )
 
 
-AnyTensor = DomainTensor | torch.Tensor
+AnyTensor = DomainTensor | Tensor
 
 # Attributes that the shard and the whole tensor have in common.
 _LOCAL_ATTRIBUTES = """
@@ -221,7 +222,7 @@ iadd isub imul itruediv ifloordiv imod ipow iand ior ixor neg abs invert eq ne l
 int array
 """
 for _name in _OPERATORS.split():
-    _method = getattr(torch.Tensor, f"__{_name}__")
+    _method = getattr(Tensor, f"__{_name}__")
     setattr(
         DomainTensor,
         f"__{_name}__",
@@ -234,7 +235,7 @@ pytree.register_pytree_node(
     DomainTensor,
     lambda x: ([x.local], (x.domain, x.base)),
     lambda leaves, context: (
-        DomainTensor(*leaves, *context) if isinstance(leaves[0], torch.Tensor) else leaves[0]
+        DomainTensor(*leaves, *context) if isinstance(leaves[0], Tensor) else leaves[0]
     ),
     serialized_type_name="longshard.domain.DomainTensor",
 )
@@ -250,14 +251,14 @@ def _in_autograd_function() -> bool:
     )
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """Return nested arguments with a function applied to each tensor, and to the shard of each domain tensor.
 
     Args:
         function: Takes and returns a tensor of any shape.
         tree: The arguments.
     """
-    return pytree.tree_map_only(torch.Tensor, function, tree)
+    return pytree.tree_map_only(Tensor, function, tree)
 
 
 def is_sharded(x: object) -> bool:
@@ -306,7 +307,7 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     is_simple = registered.by_element and (name == "clone" or "memory_format" not in kwargs)
     seen = None
     if not (is_simple or is_parallel):
-        seen = whole.results(function, args, kwargs, (torch.Tensor, DomainTensor))
+        seen = whole.results(function, args, kwargs, (Tensor, DomainTensor))
     result = registered.function(function, *args, **kwargs)
     if seen is not None:
         # The order of memory is not kept.
@@ -380,7 +381,7 @@ def wrapped(result: Any, domain: Domain = WHOLE) -> Any:
         domain: The domain of the tensors.
     """
     return whole.mapped(
-        lambda x: DomainTensor(x, domain) if isinstance(x, torch.Tensor) else x, result
+        lambda x: DomainTensor(x, domain) if isinstance(x, Tensor) else x, result
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longshard.domain.dispatch import (
     VIEW,
@@ -42,7 +43,7 @@ _FORMS = [
 _IN_PLACE = frozenset(
     form
     for form in (*_FORMS, "copy_", "fill_", "zero_", "__idiv__")
-    if form not in _NAMES.split() and (hasattr(torch.Tensor, form) or hasattr(F, form))
+    if form not in _NAMES.split() and (hasattr(Tensor, form) or hasattr(F, form))
 )
 """Functions that change their first argument, such as `add_` and `__iadd__`."""
 
@@ -79,7 +80,7 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule("prelu", first_only=True)
-def _prelu(function: Callable, x: DomainTensor, weight: torch.Tensor) -> DomainTensor:
+def _prelu(function: Callable, x: DomainTensor, weight: Tensor) -> DomainTensor:
     """Apply F.prelu. weight: one number, or one for each channel, dimension 1, which is whole."""
     refuse_unless(
         weight.numel() == 1 or 1 not in x.domain.axes, function, x, "sharded channels"
@@ -141,7 +142,7 @@ def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
     return Domain(axes)
 
 
-def own_part(x: AnyTensor, domain: Domain, shape: Sequence[int]) -> torch.Tensor:
+def own_part(x: AnyTensor, domain: Domain, shape: Sequence[int]) -> Tensor:
     """Return the part of an operand that belongs to this rank's part of a result.
 
     Rows of other layouts move to their owners; if a tensor is whole, each rank takes its own rows. A dimension that is

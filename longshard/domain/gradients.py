@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -152,9 +152,9 @@ def _average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> No
             g.copy_(mean.view(g.shape))
 
 
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors of one type in runs of limited size."""
-    bucket: list[torch.Tensor] = []
+    bucket: list[Tensor] = []
     for x in tensors:
         if bucket and (
             x.dtype != bucket[0].dtype or sum(map(torch.numel, bucket)) + x.numel() > _BUCKET

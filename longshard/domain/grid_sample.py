@@ -1,6 +1,7 @@
 """`grid_sample` over an image and a grid that are sharded: a rank fetches the rows that its points read."""
 
 import torch
+from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, is_sharded, refuse_unless, rule, wrapped
 from longshard.domain.domain import Axis, Domain, balanced, shares_ranks
@@ -56,8 +57,8 @@ def _grid_sample(
 
 
 def _rows_of_points(
-    x: torch.Tensor, points: torch.Tensor, axis: Axis, *, align_corners: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, points: Tensor, axis: Axis, *, align_corners: bool
+) -> tuple[Tensor, Tensor]:
     """Return the rows, dimension 2, that are read at the points, and the points relative to these rows."""
     height = axis.layout.length
     y = points[..., 1]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from longshard.domain.dispatch import (
     AnyTensor,
@@ -160,9 +161,7 @@ def _reduced_rows(
     source, local_index, index_axis = _own_sources(target_rows, dim, number, src)
     identity = {"prod": 1.0, "amax": float("-inf"), "amin": float("inf")}[reduce]
 
-    def reduced(
-        like: torch.Tensor, rows: int, places: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def reduced(like: Tensor, rows: int, places: Tensor, values: Tensor) -> Tensor:
         shape = [*like.shape[:dim], rows, *like.shape[dim + 1 :]]
         places = places.view(-1, *[1] * (like.ndim - dim - 1)).expand_as(values)
         return like.new_full(shape, identity).scatter_reduce(dim, places, values, reduce)
@@ -262,7 +261,7 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
 
 def _own_sources(
     x: DomainTensor, dim: int, index: AnyTensor, source: AnyTensor
-) -> tuple[torch.Tensor, torch.Tensor, Axis | None]:
+) -> tuple[Tensor, Tensor, Axis | None]:
     """Return this rank's source rows, their numbers, and the axis over which the ranks divide both."""
     source_axis = wrapped(source).domain.axes.get(dim)
     other_dims = x.domain.without(dim)
@@ -280,7 +279,7 @@ def _own_sources(
     return own_part(source, domain, source.shape), own, target
 
 
-def _local_numbers(index: AnyTensor, row_axis: Axis | None) -> tuple[torch.Tensor, Axis | None]:
+def _local_numbers(index: AnyTensor, row_axis: Axis | None) -> tuple[Tensor, Axis | None]:
     """Return this rank's numbers, and the axis over which the ranks divide them; None if they are whole."""
     if is_sharded(index):
         return index.local, index.domain.axes[0]
@@ -311,13 +310,13 @@ class _Asked:
         back: For each number that this rank requested, its place among the arriving rows, 1-D.
     """
 
-    places: torch.Tensor
+    places: Tensor
     sent: list[int]
     arriving: list[int]
-    back: torch.Tensor
+    back: Tensor
 
 
-def rows_by_number(axis: Axis, numbers: torch.Tensor, dim: int) -> tuple[Callable, Callable]:
+def rows_by_number(axis: Axis, numbers: Tensor, dim: int) -> tuple[Callable, Callable]:
     """Return a function that takes rows from their owners by number, and its adjoint; a collective.
 
     Args:
@@ -327,12 +326,12 @@ def rows_by_number(axis: Axis, numbers: torch.Tensor, dim: int) -> tuple[Callabl
     """
     asked = _asked(axis, numbers)
 
-    def take(x: torch.Tensor) -> torch.Tensor:
+    def take(x: Tensor) -> Tensor:
         rows = x.movedim(dim, 0).index_select(0, asked.places)
         arrived = send_rows(rows, asked.sent, asked.arriving, axis.group, kind=_KIND)
         return arrived.index_select(0, asked.back).movedim(0, dim)
 
-    def give(gradient: torch.Tensor) -> torch.Tensor:
+    def give(gradient: Tensor) -> Tensor:
         exact = gradient.movedim(dim, 0).to(
             wide_type(gradient.dtype) if gradient.is_floating_point() else gradient.dtype
         )
@@ -348,7 +347,7 @@ def rows_by_number(axis: Axis, numbers: torch.Tensor, dim: int) -> tuple[Callabl
     return take, give
 
 
-def _asked(axis: Axis, numbers: torch.Tensor) -> _Asked:
+def _asked(axis: Axis, numbers: Tensor) -> _Asked:
     positions, back = places_on(axis.layout, numbers.device)[numbers].unique(
         return_inverse=True
     )

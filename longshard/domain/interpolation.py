@@ -4,6 +4,7 @@ from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
 from longshard.domain.windows import Tiles, on_samples, per_axis, slide, spatial_dims
@@ -47,7 +48,7 @@ def _interpolate(
         dim: _sources(x.shape[dim], n, f, mode, bool(align_corners)) for dim, n, f in targets
     }
 
-    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    def compute(part: Tensor, tiles: Tiles) -> Tensor:
         if mode == "nearest" and all(
             _is_whole(tile, sources[dim]) for dim, tile in tiles.items()
         ):
@@ -108,7 +109,7 @@ def _is_whole(tile: Tile, sources: Sources) -> bool:
     )
 
 
-def _mixed(part: torch.Tensor, dim: int, tile: Tile, sources: Sources) -> torch.Tensor:
+def _mixed(part: Tensor, dim: int, tile: Tile, sources: Sources) -> Tensor:
     """Return the outputs of a tile: each mixes two rows."""
     chosen = sources[slice(*tile.outputs)]
     *places, share = zip(*chosen, strict=True)

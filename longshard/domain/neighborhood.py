@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longshard.domain.dispatch import DomainTensor
@@ -105,12 +106,12 @@ def neighborhood_attention(
 
 
 def _with_neighbors(
-    k: torch.Tensor,
-    v: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
     domain: Domain,
     hoods: Mapping[int, Hood],
     shape: Sequence[int],
-) -> tuple[torch.Tensor, torch.Tensor, dict[int, Ranges]]:
+) -> tuple[Tensor, Tensor, dict[int, Ranges]]:
     """Return the keys and values that this rank's queries see, and for each dimension their rows in the whole tensor.
 
     One exchange for each sharded dimension of `hoods`. shape: of the whole queries.
@@ -129,9 +130,7 @@ def _with_neighbors(
     return k, v, keys
 
 
-def _attend_axes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: list, scale: float | None
-) -> torch.Tensor:
+def _attend_axes(q: Tensor, k: Tensor, v: Tensor, axes: list, scale: float | None) -> Tensor:
     """Attend in tiles. axes: for each axis the rows of q, the rows of k and v, its length, and its neighbourhood."""
     hoods = tuple([hood for *_, hood in axes])
     most = _MASK_ELEMENTS * k.shape[-2] // q.shape[-2]
@@ -197,8 +196,8 @@ class _Part(NamedTuple):
     """Tiles of an axis, with their queries (tiles, rows) and keys (tiles, keys) as indices on the device."""
 
     tiles: Tiles
-    queries: torch.Tensor
-    keys: torch.Tensor
+    queries: Tensor
+    keys: Tensor
 
 
 def _parts(axis_tiles: Sequence[Tiles], device: torch.device) -> list[_Part]:
@@ -215,11 +214,11 @@ def _parts(axis_tiles: Sequence[Tiles], device: torch.device) -> list[_Part]:
 
 
 def _attend(
-    qkv: tuple[torch.Tensor, ...],
+    qkv: tuple[Tensor, ...],
     axes: list,
     chosen: tuple[_Part, ...],
     attend: Callable,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend for each combination of tiles of the axes, and put the results together."""
     if not axes:
         return attend(*qkv, chosen)
@@ -228,12 +227,12 @@ def _attend(
 
 
 def _attend_tiles(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     parts: tuple[_Part, ...],
     scale: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attend in tiles of each axis. Query heads that read the same keys are queries of one head."""
     tiles, queries, keys = zip(*parts, strict=True)
     heads = k.shape[-2]
@@ -262,7 +261,7 @@ def _attend_tiles(
     )
 
 
-def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
+def _cut(x: Tensor, places: Sequence[Tensor]) -> Tensor:
     """Return tiles of x: (B, *spatial, K, groups, D) -> (B, tiles of all axes, K, groups, rows of all axes, D)."""
     axes = len(places)
     for axis, chosen in enumerate(places):
@@ -273,7 +272,7 @@ def _cut(x: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:
     return x.flatten(axes + 3, -2).flatten(1, axes)
 
 
-def _mask(tiles: tuple[Tiles, ...], groups: int, device: torch.device) -> torch.Tensor | None:
+def _mask(tiles: tuple[Tiles, ...], groups: int, device: torch.device) -> Tensor | None:
     """Return which query of a tile sees which key, (groups * queries, keys); None if each sees all."""
     if all(window == (0, len(each.keys[0])) for each in tiles for window in each.windows):
         return None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
 from longshard.domain.domain import Domain
@@ -95,23 +96,21 @@ class Affine(NamedTuple):
         channel: The dimension of the channels in x.
     """
 
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
     eps: float
     channel: int
 
 
 def _normed(
-    x: torch.Tensor, domain: Domain, dims: Sequence[int], affine: Affine
-) -> tuple[torch.Tensor, Moments]:
+    x: Tensor, domain: Domain, dims: Sequence[int], affine: Affine
+) -> tuple[Tensor, Moments]:
     """Return the norm of x over `dims`, and the moments of all ranks."""
     stats = moments(x, domain, dims, wide_type(x.dtype))
     return _scaled(x, stats.mean, stats.squares / stats.number, affine), stats
 
 
-def _scaled(
-    x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, affine: Affine
-) -> torch.Tensor:
+def _scaled(x: Tensor, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
     """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass over x."""
     weight, bias = (_broadcast(parameter, mean, affine.channel) for parameter in affine[:2])
     scale = (var + affine.eps).rsqrt()
@@ -124,9 +123,7 @@ def _scaled(
     return torch.addcmul(shift, x.to(scale.dtype), scale).to(x.dtype)
 
 
-def _broadcast(
-    parameter: torch.Tensor | None, mean: torch.Tensor, channel: int
-) -> torch.Tensor | None:
+def _broadcast(parameter: Tensor | None, mean: Tensor, channel: int) -> Tensor | None:
     """Return the parameter of channels in a shape that broadcasts with x; None if absent."""
     if parameter is None:
         return None

@@ -12,6 +12,7 @@ by the numbers of the points, so every division finds the same. These distances 
 """
 
 import torch
+from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, wrapped
 from longshard.domain.domain import Axis
@@ -81,7 +82,7 @@ def within(
 
 def _own(
     queries: DomainTensor, points: DomainTensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Axis | None]:
+) -> tuple[Tensor, Tensor, Tensor, Axis | None]:
     """Return this rank's queries and points, the points' numbers, and their axis; None if every rank has all points."""
     axes = [x.domain.axes for x in (queries, points)]
     if (
@@ -106,12 +107,12 @@ def _own(
 
 
 def _with_halo(
-    q: torch.Tensor,
-    p: torch.Tensor,
-    numbers: torch.Tensor,
-    reach: torch.Tensor,
+    q: Tensor,
+    p: Tensor,
+    numbers: Tensor,
+    reach: Tensor,
     axis: Axis | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the points within reach of this rank's queries, in order, and their numbers; a collective."""
     if axis is None or axis.degree == 1:
         return p, numbers
@@ -137,9 +138,7 @@ def _with_halo(
     return torch.cat([p, halo])[order], numbers
 
 
-def _search(
-    q: torch.Tensor, p: torch.Tensor, numbers: torch.Tensor, k: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _search(q: Tensor, p: Tensor, numbers: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return distances and numbers of the k nearest points, (M, k); infinity and 0 if there are fewer."""
     if q.is_meta or not len(q):
         return q.new_empty(len(q), k), numbers.new_empty(len(q), k)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
 from longshard.domain.domain import Axis, Domain
@@ -140,7 +141,7 @@ def _axes(domain: Domain, dims: Iterable[int]) -> list[Axis]:
 
 
 def _reduced(
-    result: torch.Tensor, x: DomainTensor, dims: tuple[int, ...], keepdim: bool
+    result: Tensor, x: DomainTensor, dims: tuple[int, ...], keepdim: bool
 ) -> DomainTensor:
     """Return a result that has size 1 in the reduced dimensions as the result of a reduction of x."""
     return DomainTensor(
@@ -160,13 +161,13 @@ class Moments(NamedTuple):
         number: The number of elements of each mean.
     """
 
-    mean: torch.Tensor
-    squares: torch.Tensor
+    mean: Tensor
+    squares: Tensor
     number: int
 
 
 def moments(
-    x: torch.Tensor,
+    x: Tensor,
     domain: Domain,
     dims: Sequence[int],
     dtype: torch.dtype,
@@ -202,7 +203,7 @@ def moments(
     return Moments(mean, squares, number)
 
 
-def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+def gathered(x: Tensor, axis: Axis) -> Tensor:
     """Return the x of all ranks of an axis, (ranks, *x.shape); a collective, differentiable.
 
     Args:
@@ -211,7 +212,7 @@ def gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """
     sizes = [x.numel()] * axis.degree
 
-    def swap(parts: torch.Tensor) -> torch.Tensor:
+    def swap(parts: Tensor) -> Tensor:
         return send_rows(parts, sizes, sizes, axis.group, kind="statistics")
 
     return with_adjoint(torch.cat([x.reshape(-1)] * axis.degree), swap, swap).view(

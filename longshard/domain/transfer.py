@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -80,9 +81,7 @@ def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) 
     return DomainTensor(local, Domain(axes | {target_dim: target[0]}))
 
 
-def _moved(
-    x: torch.Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int
-) -> torch.Tensor:
+def _moved(x: Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> Tensor:
     """Send each rank its rows of the target dimension; put arriving rows in order in the source dimension."""
     shape = list(x.shape)
     parts = []
@@ -191,13 +190,13 @@ def _chunks(length: int, degree: int) -> AxisLayout:
 
 
 def scatter(
-    x: torch.Tensor | None,
+    x: Tensor | None,
     domain: Domain,
     shape: Sequence[int],
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     source: Mapping[int, int] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Return this rank's shard of a tensor that one rank has. No other rank ever has it whole. Not differentiable.
 
     With several axes the source cuts the first axis, and the ranks that get its slabs cut the next one.
@@ -242,7 +241,7 @@ def scatter(
     return x.contiguous()
 
 
-def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch.Tensor:
+def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> Tensor:
     """Return this rank's shard of an array on disk, such as of zarr, HDF5 or numpy.memmap; only its part is read.
 
     If the rank has several ranges of an axis, they are read one by one.
@@ -254,7 +253,7 @@ def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> torch
     """
     shape = tuple(source.shape)
 
-    def part(dim: int, chosen: tuple[slice, ...]) -> torch.Tensor:
+    def part(dim: int, chosen: tuple[slice, ...]) -> Tensor:
         if dim == len(shape):
             return torch.as_tensor(source[chosen], dtype=dtype)
         ranges = domain.ranges(dim, shape[dim]) or ((0, 0),)

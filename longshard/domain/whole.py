@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from longshard.sharding.tensors import version_of
@@ -44,7 +45,7 @@ class Base(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, shard: torch.Tensor) -> "Base":
+    def of(cls, shard: Tensor) -> "Base":
         """Return the note for a view that is made now.
 
         Args:
@@ -92,7 +93,7 @@ def results(
 def _results(
     function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]
 ) -> tuple[Seen, ...] | None:
-    tensors: list[torch.Tensor] = []
+    tensors: list[Tensor] = []
 
     def whole(x: Any) -> Any:
         if isinstance(x, kinds):
@@ -104,9 +105,7 @@ def _results(
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         args, kwargs = mapped(whole, (args, kwargs))
         try:
-            outputs = [
-                x for x in flat(function(*args, **kwargs)) if isinstance(x, torch.Tensor)
-            ]
+            outputs = [x for x in flat(function(*args, **kwargs)) if isinstance(x, Tensor)]
         except NotImplementedError:  # it depends on data, or on a device
             return None
         except RuntimeError as error:

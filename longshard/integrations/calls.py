@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from longshard.context.planning.options import ContextParallelError
@@ -47,19 +47,19 @@ class Call:
         refusal: Why the call cannot be context parallel; None if it can.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
     scale: float | None
     is_causal: bool
     window: int = 0
-    sinks: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
+    sinks: Tensor | None = None
+    positions: Tensor | None = None
     hides_from: int = 0
     refusal: str | None = None
 
 
-def attend(q: torch.Tensor, call: Call) -> torch.Tensor:
+def attend(q: Tensor, call: Call) -> Tensor:
     """Return the result of a call, which the interception in force runs.
 
     Args:
@@ -77,7 +77,7 @@ def attend(q: torch.Tensor, call: Call) -> torch.Tensor:
     )
 
 
-def is_intercepted(x: torch.Tensor) -> bool:
+def is_intercepted(x: Tensor) -> bool:
     """Return whether an `Interception` is in force here.
 
     Args:
@@ -87,7 +87,7 @@ def is_intercepted(x: torch.Tensor) -> bool:
 
 
 def refusal_of_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
 ) -> str | None:
     """Return why attention of these inputs cannot be context parallel; None if it can.
 
@@ -142,17 +142,17 @@ def register_transformers_attention(name: str = "context_parallel") -> None:
 
 def _transformers_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend by transformers' interface: query (B, H, S, D), unrepeated key and value, sinks -> (B, S, H, D)."""
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = others.get("sliding_window") or 0
@@ -191,12 +191,12 @@ def _transformers_mask(
     *,
     q_length: int,
     kv_length: int,
-    mask_function: Callable[..., torch.Tensor],
-    attention_mask: torch.Tensor | None = None,
+    mask_function: Callable[..., Tensor],
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     device: torch.device | str = "cpu",
     **others: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return None if the mask is causal or full, and a note for `_transformers_attention` if it hides distant tokens.
 
     A note is the size of a window; the negative size if the form is not a window.
@@ -218,7 +218,7 @@ def _transformers_mask(
     return note.expand(1, 1, q_length, kv_length)
 
 
-def _is_window(mask_function: Callable[..., torch.Tensor], size: int) -> bool:
+def _is_window(mask_function: Callable[..., Tensor], size: int) -> bool:
     """Return whether a mask function of transformers shows each query `size` keys, the last one its own."""
     query = torch.tensor([size, size + 1, 2 * size, 2 * size + 1])
     zero = torch.zeros_like(query)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 
 # Parameters of layers that scan the sequence: state-space models, gated delta nets, RWKV, RG-LRU.
@@ -329,7 +329,7 @@ def window_of(config: object) -> int | None:
 
 
 def moves_tokens(
-    name: str, x: object, result: torch.Tensor, args: tuple, kwargs: dict[str, Any], length: int
+    name: str, x: object, result: Tensor, args: tuple, kwargs: dict[str, Any], length: int
 ) -> bool:
     """Return whether a call of F.pad, roll, cumsum, flip, mean or conv1d works along the tokens of a rank.
 
@@ -341,7 +341,7 @@ def moves_tokens(
         kwargs: Its keyword arguments.
         length: Number of tokens of the rank.
     """
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+    if not isinstance(x, Tensor) or not x.is_floating_point():
         return False
     if name == "conv1d":
         weight = kwargs.get("weight", args[0] if args else None)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -41,7 +41,7 @@ from longshard.sharding.exchange import all_gather
 # These functions mix rows along a dimension, which may be the dimension of tokens.
 _NAMES = ("roll", "cumsum", "flip", "mean")
 _SHIFTS = frozenset(
-    {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, torch.Tensor) for name in _NAMES)}
+    {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, Tensor) for name in _NAMES)}
 )
 
 
@@ -57,7 +57,7 @@ def intercept_sdpa(
     """
 
     @contextmanager
-    def intercepting(handle: torch.Tensor, live: LivePlan) -> Iterator[None]:
+    def intercepting(handle: Tensor, live: LivePlan) -> Iterator[None]:
         allowed = Allowed(allow_modules)
         watch = ModelWatch(live, lambda: is_intercepted(handle), model, allowed)
         with Interception(handle, live, watch), watch:
@@ -94,7 +94,7 @@ class Interception(TorchFunctionMode):
             so that no rank waits for another.
     """
 
-    def __init__(self, handle: torch.Tensor, live: LivePlan, watch: ModelWatch) -> None:
+    def __init__(self, handle: Tensor, live: LivePlan, watch: ModelWatch) -> None:
         super().__init__()
         if is_intercepted(handle):
             raise ContextParallelError(
@@ -150,7 +150,7 @@ class Interception(TorchFunctionMode):
     # After a graph break the compiler may still trace the functions that are called from there. A traced collective
     # would wait for a result that nobody computes.
     @outside_of_graphs
-    def _attend(self, call: Call) -> torch.Tensor:
+    def _attend(self, call: Call) -> Tensor:
         self._agree(call.refusal or self._watch.on_attention(call))
         scale = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
         # The operator takes one size of heads: zeros change neither scores nor the other elements of an output.
@@ -192,10 +192,10 @@ class Interception(TorchFunctionMode):
 
 
 def _sdpa_call(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -208,8 +208,8 @@ def _sdpa_call(
 
 
 def _tensor_backward(
-    tensor: torch.Tensor,
-    gradient: torch.Tensor | None = None,
+    tensor: Tensor,
+    gradient: Tensor | None = None,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     inputs: Any = None,
@@ -218,13 +218,13 @@ def _tensor_backward(
 
 
 def _backward(
-    tensors: Sequence[torch.Tensor | GradientEdge],
+    tensors: Sequence[Tensor | GradientEdge],
     *args: Any,
     inputs: Sequence | None = None,
     **kwargs: Any,
 ) -> None:
     for x in inputs or ():
-        if isinstance(x, torch.Tensor) and x.requires_grad and not x.is_leaf:
+        if isinstance(x, Tensor) and x.requires_grad and not x.is_leaf:
             x.retain_grad()  # as torch does for a tensor; it does not for an edge
     torch.autograd.backward(
         _edges(tensors), *args, inputs=None if inputs is None else _edges(inputs), **kwargs
@@ -232,14 +232,14 @@ def _backward(
 
 
 def _grad(
-    outputs: Sequence[torch.Tensor | GradientEdge],
-    inputs: Sequence[torch.Tensor | GradientEdge],
+    outputs: Sequence[Tensor | GradientEdge],
+    inputs: Sequence[Tensor | GradientEdge],
     *args: Any,
     create_graph: bool = False,
     allow_unused: bool | None = None,
     materialize_grads: bool = False,
     **kwargs: Any,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     allow_unused = allow_unused or materialize_grads
     edges = _edges(outputs), _edges(inputs)
     grads = torch.autograd.grad(
@@ -254,13 +254,13 @@ def _grad(
     )
 
 
-def _edges(tensors: Sequence[torch.Tensor | GradientEdge]) -> list[GradientEdge]:
+def _edges(tensors: Sequence[Tensor | GradientEdge]) -> list[GradientEdge]:
     """Return tensors as edges of the graph: torch would call the mode again for tensors, but not for edges."""
     return [x if isinstance(x, GradientEdge) else get_gradient_edge(x) for x in tensors]
 
 
 _BACKWARD: dict[Callable, Callable] = {
-    torch.Tensor.backward: _tensor_backward,
+    Tensor.backward: _tensor_backward,
     torch.autograd.backward: _backward,
     torch.autograd.grad: _grad,
 }

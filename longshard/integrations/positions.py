@@ -6,6 +6,7 @@ from operator import or_
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longshard.context.live import LivePlan
 from longshard.sharding.tensors import version_of
@@ -40,7 +41,7 @@ class Positions:
         Returns:
             Whether it may be positions, and was not checked just before. No shape decides this, so that ranks agree.
         """
-        if not isinstance(positions, torch.Tensor) or positions.dtype not in (
+        if not isinstance(positions, Tensor) or positions.dtype not in (
             torch.int64,
             torch.int32,
         ):
@@ -52,7 +53,7 @@ class Positions:
         self._compare(positions)
         return True
 
-    def _compare(self, positions: torch.Tensor) -> None:
+    def _compare(self, positions: Tensor) -> None:
         if positions.ndim == 0 or positions.shape[-1] != len(self._global):
             return
         x = positions.detach().reshape(-1, positions.shape[-1]).to("cpu", torch.int64)
@@ -81,7 +82,7 @@ class Positions:
         )
 
 
-def _agree(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _agree(x: Tensor, places: Tensor) -> Tensor:
     """Return for each row of x, (rows, n), whether it is `places`, (n,), plus an offset, which some tables have."""
     offset = x - places
     return (offset == offset[:, :1]).all(1) & (offset[:, 0] >= 0)

@@ -6,7 +6,7 @@ In transformers, the frequencies of `dynamic` and `longrope` depend on max(posit
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.planning.options import ContextParallelError
@@ -41,7 +41,7 @@ def lengthened(
         ContextParallelError: The arguments have no `position_ids`.
     """
     positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-    if not isinstance(positions, torch.Tensor) or positions.ndim < 2:
+    if not isinstance(positions, Tensor) or positions.ndim < 2:
         raise ContextParallelError(
             f"{type(module).__name__} has a rotary table that depends on the largest position, and was called "
             "without `position_ids`; use another rope_type, such as 'linear', 'yarn' or 'llama3'"
@@ -64,6 +64,6 @@ def shortened(module: nn.Module, args: tuple, kwargs: dict[str, Any], table: Any
     """
     return (
         table[..., :-1, :]
-        if isinstance(table, torch.Tensor)
+        if isinstance(table, Tensor)
         else tuple(x[..., :-1, :] for x in table)
     )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -37,12 +37,12 @@ class Where(NamedTuple):
         activations: The activations that the layer's file knows, by name.
     """
 
-    handle: torch.Tensor
-    positions: torch.Tensor | None
+    handle: Tensor
+    positions: Tensor | None
     activations: Any
 
 
-def run_scan(x: torch.Tensor, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
+def run_scan(x: Tensor, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
     """Return the result of a call from the interception in force. `function` itself is never called here.
 
     Args:
@@ -63,7 +63,7 @@ def scanned(
     name: str,
     function: Callable,
     arguments: dict[str, Any],
-    handle: torch.Tensor,
+    handle: Tensor,
     live: LivePlan,
 ) -> Any:
     """Return this rank's rows of the result that a function of transformers returns for the whole sequence.
@@ -96,7 +96,7 @@ def scanned(
             "`attention_mask`"
         )
     live.calls += _KNOWN[name].run is not _not_fused
-    device = next(x.device for x in arguments.values() if isinstance(x, torch.Tensor))
+    device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
     where = Where(
         handle, positions_of(live, device), inspect.unwrap(function).__globals__.get("ACT2FN")
     )
@@ -107,7 +107,7 @@ _ASKED = ("output_final_state", "return_final_states", "return_last_state")
 _PACKED = ("seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
-def positions_of(live: LivePlan, device: torch.device) -> torch.Tensor | None:
+def positions_of(live: LivePlan, device: torch.device) -> Tensor | None:
     """Return the positions of this rank's rows in their documents, (sequences of the mask, S); None for one document.
 
     Args:
@@ -150,7 +150,7 @@ def _starts(mask: Mask, number: int) -> np.ndarray:
 # ---- The functions, by their names in transformers; their arguments by name
 
 
-def _convolution(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
+def _convolution(where: Where, arguments: dict[str, Any]) -> Tensor:
     """Compute a causal convolution over all ranks.
 
     hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S).
@@ -165,7 +165,7 @@ def _convolution(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
     return out.transpose(1, 2).to(x.dtype)
 
 
-def _delta_rule(where: Where, arguments: dict[str, Any]) -> tuple[torch.Tensor, None]:
+def _delta_rule(where: Where, arguments: dict[str, Any]) -> tuple[Tensor, None]:
     """Compute the gated delta rule over all ranks.
 
     query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V).
@@ -180,7 +180,7 @@ def _delta_rule(where: Where, arguments: dict[str, Any]) -> tuple[torch.Tensor, 
     return linear_attention(tokens, where.handle)[0].to(v.dtype), None
 
 
-def _mamba2(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
+def _mamba2(where: Where, arguments: dict[str, Any]) -> Tensor:
     """Compute the scan of Mamba-2 over all ranks.
 
     hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P).
@@ -197,7 +197,7 @@ def _mamba2(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
     return out if arguments["D"] is None else out + arguments["D"].unsqueeze(-1) * x
 
 
-def _mamba1(where: Where, arguments: dict[str, Any]) -> torch.Tensor:
+def _mamba1(where: Where, arguments: dict[str, Any]) -> Tensor:
     """Compute the scan of Mamba over all ranks; a channel is a head.
 
     hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S).
@@ -224,7 +224,7 @@ def _not_fused(where: Where, arguments: dict[str, Any]) -> None:
     """Return None, by which transformers knows that there is no fused kernel, and runs the parts."""
 
 
-def _repeated(positions: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
+def _repeated(positions: Tensor | None, x: Tensor) -> Tensor | None:
     return positions if positions is None else positions.expand(x.shape[0], -1)
 
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 Ranks = DeviceMesh | dist.ProcessGroup
@@ -25,7 +26,7 @@ calls: Counter[str] = Counter()
 bytes_sent: Counter[str] = Counter()
 
 
-def all_reduce(x: torch.Tensor, over: Ranks, op: str = "sum") -> torch.Tensor:
+def all_reduce(x: Tensor, over: Ranks, op: str = "sum") -> Tensor:
     """Reduce `x` over the ranks, in place, and return it. One rank sends nothing.
 
     Args:
@@ -42,7 +43,7 @@ def all_reduce(x: torch.Tensor, over: Ranks, op: str = "sum") -> torch.Tensor:
     return x
 
 
-def all_gather(x: torch.Tensor, over: Ranks) -> torch.Tensor:
+def all_gather(x: Tensor, over: Ranks) -> Tensor:
     """Return the `x` of every rank, in the order of the ranks: (size, *x.shape).
 
     Args:
@@ -59,7 +60,7 @@ def all_gather(x: torch.Tensor, over: Ranks) -> torch.Tensor:
     return gathered
 
 
-def broadcast(x: torch.Tensor, over: Ranks) -> torch.Tensor:
+def broadcast(x: Tensor, over: Ranks) -> Tensor:
     """Copy the `x` of the first rank to all other ranks, in place, and return it.
 
     Args:
@@ -98,7 +99,7 @@ class Transfer:
         is_send: Whether this rank sends the tensor.
     """
 
-    tensor: torch.Tensor
+    tensor: Tensor
     peer: int
     is_send: bool
 
@@ -179,7 +180,7 @@ def send_receive(
 
 def allocate(
     group: dist.ProcessGroup, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Return uninitialised 1-D memory that the network of the group reads and writes without copies.
 
     NCCL has this memory on GPUs with NVLink SHARP.
@@ -199,9 +200,7 @@ def allocate(
     return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
 
 
-def gather_shards(
-    x: torch.Tensor, group: dist.ProcessGroup, *, kind: str
-) -> tuple[torch.Tensor, Pending]:
+def gather_shards(x: Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[Tensor, Pending]:
     """Start to gather the `x` of every rank.
 
     Args:
@@ -221,9 +220,7 @@ def gather_shards(
     return gathered, Pending([work], [x])
 
 
-def reduce_shards(
-    x: torch.Tensor, group: dist.ProcessGroup, *, kind: str
-) -> tuple[torch.Tensor, Pending]:
+def reduce_shards(x: Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[Tensor, Pending]:
     """Start to sum x[r] over the ranks; rank r gets the sum of x[r].
 
     Args:
@@ -244,13 +241,13 @@ def reduce_shards(
 
 
 def all_to_all(
-    sent: torch.Tensor,
+    sent: Tensor,
     send_sizes: Sequence[int],
     receive_sizes: Sequence[int],
     group: dist.ProcessGroup,
     *,
     kind: str,
-) -> tuple[torch.Tensor, Pending]:
+) -> tuple[Tensor, Pending]:
     """Start to send each rank its piece of `sent`.
 
     Args:
@@ -278,7 +275,7 @@ def all_to_all(
 
 
 def exchange_counts(
-    counts: torch.Tensor, group: dist.ProcessGroup, *, kind: str
+    counts: Tensor, group: dist.ProcessGroup, *, kind: str
 ) -> tuple[list[int], list[int]]:
     """Exchange the numbers of rows that the ranks will send. The host waits, because the numbers depend on data.
 
@@ -297,13 +294,13 @@ def exchange_counts(
 
 
 def send_rows(
-    x: torch.Tensor,
+    x: Tensor,
     sent: Sequence[int],
     arriving: Sequence[int],
     group: dist.ProcessGroup,
     *,
     kind: str,
-) -> torch.Tensor:
+) -> Tensor:
     """Send consecutive rows of x to the ranks: the first sent[0] rows to rank 0, the next sent[1] rows to rank 1, ...
 
     Args:

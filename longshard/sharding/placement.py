@@ -18,6 +18,7 @@ from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.layout import AxisLayout
@@ -28,13 +29,13 @@ PLACEMENTS = ("partial", "replicated")
 
 
 def shard(
-    x: torch.Tensor,
+    x: Tensor,
     layout: AxisLayout,
     dim: int,
     *,
     group: dist.ProcessGroup,
     grad: str = "partial",
-) -> torch.Tensor:
+) -> Tensor:
     """Return this rank's rows of a tensor that every rank has whole.
 
     Args:
@@ -53,13 +54,13 @@ def shard(
 
 
 def unshard(
-    x: torch.Tensor,
+    x: Tensor,
     layout: AxisLayout,
     dim: int,
     *,
     group: dist.ProcessGroup,
     grad: str = "partial",
-) -> torch.Tensor:
+) -> Tensor:
     """Return all rows in their global order; a collective.
 
     Args:
@@ -78,7 +79,7 @@ def unshard(
     return all_rows(x) if grad == "partial" else with_adjoint(x, all_rows, own_rows)
 
 
-def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def replicate(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return x; its gradient is the sum of all ranks' gradients, on every rank. The backward is a collective.
 
     Args:
@@ -88,7 +89,7 @@ def replicate(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return with_adjoint(x, lambda x: x.view_as(x), lambda gradient: summed(gradient, group))
 
 
-def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks. Not differentiable. Floats are summed in float32 at least.
 
     Args:
@@ -101,7 +102,7 @@ def summed(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     )
 
 
-def added_up(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def added_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the ranks, as `summed`. Its gradient is the sum of the ranks' gradients.
 
     Args:
@@ -112,7 +113,7 @@ def added_up(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return with_adjoint(x, add, add)
 
 
-def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
+def _check(x: Tensor, dim: int, rows: int, grad: str) -> None:
     if x.shape[dim] != rows:
         raise ValueError(
             f"a tensor with {x.shape[dim]} rows in dimension {dim} does not fit a layout with {rows}; give the "
@@ -123,7 +124,7 @@ def _check(x: torch.Tensor, dim: int, rows: int, grad: str) -> None:
 
 
 @lru_cache(maxsize=64)
-def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> torch.Tensor:
+def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> Tensor:
     """Return the global positions of a rank's rows, (local length,) int64, on a device; cached, so do not write to it.
 
     Args:
@@ -135,7 +136,7 @@ def rows_on(layout: AxisLayout, rank: int, device: torch.device) -> torch.Tensor
 
 
 @lru_cache(maxsize=64)
-def places_on(layout: AxisLayout, device: torch.device) -> torch.Tensor:
+def places_on(layout: AxisLayout, device: torch.device) -> Tensor:
     """Return the place of each row in the shards laid one after another: (length,) int64; cached, do not write to it.
 
     Args:
@@ -150,10 +151,10 @@ def _rows(
 ) -> tuple[TensorFunction, TensorFunction]:
     """Return two functions: take this rank's rows of a whole tensor, and gather all rows from shards (a collective)."""
 
-    def own_rows(x: torch.Tensor) -> torch.Tensor:
+    def own_rows(x: Tensor) -> Tensor:
         return x.index_select(dim, rows_on(layout, group.rank(), x.device))
 
-    def all_rows(x: torch.Tensor) -> torch.Tensor:
+    def all_rows(x: Tensor) -> Tensor:
         wanted = [[(0, layout.length)]] * layout.degree
         return exchange(x, layout, wanted, dim=dim, group=group)
 

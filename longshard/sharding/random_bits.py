@@ -2,7 +2,7 @@
 
 import hashlib
 
-import torch
+from torch import Tensor
 
 
 def parameter_seed(seed: int, name: str) -> int:
@@ -20,7 +20,7 @@ def parameter_seed(seed: int, name: str) -> int:
     )
 
 
-def random_bits(indices: torch.Tensor, key: torch.Tensor | int) -> torch.Tensor:
+def random_bits(indices: Tensor, key: Tensor | int) -> Tensor:
     """Return 64 random bits for each index, any shape, int64. The result overwrites `indices`.
 
     This is SplitMix64 (Steele, Lea and Flood, 2014) with the state key + index * constant. Products wrap around.

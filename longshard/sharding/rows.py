@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longshard.sharding.exchange import all_to_all
 from longshard.sharding.layout import AxisLayout, sized
@@ -130,8 +131,8 @@ def wrapped(part: Range, length: int) -> list[Range]:
 
 
 def fetch(
-    x: torch.Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, periodic: bool = False
-) -> torch.Tensor:
+    x: Tensor, axis: Axis | None, wanted: Wanted, dim: int, *, periodic: bool = False
+) -> Tensor:
     """Return the rows of dimension `dim` that this rank wants; differentiable.
 
     Nothing is copied if every rank wants its own rows. Nothing is sent if no rank wants rows of another rank. Otherwise
@@ -184,7 +185,7 @@ def _has_copies(pieces: Pieces) -> bool:
     return size(union(taken)) < size(taken)
 
 
-def put_together(x: torch.Tensor, pieces: dict[int, Pieces]) -> torch.Tensor:
+def put_together(x: Tensor, pieces: dict[int, Pieces]) -> Tensor:
     """Return the rows that the pieces of each dimension name. Differentiable; sends nothing.
 
     Args:
@@ -205,7 +206,7 @@ def put_together(x: torch.Tensor, pieces: dict[int, Pieces]) -> torch.Tensor:
     return x
 
 
-def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
+def connected(empty: Tensor, *inputs: Tensor | None) -> Tensor:
     """Return an empty result that depends on the inputs, so that every rank joins the exchanges of the backward.
 
     The result is linear in each input, as a convolution is in rows and weights: derivatives depend on the other inputs.
@@ -222,13 +223,13 @@ def connected(empty: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor
 
 
 def exchange(
-    x: torch.Tensor,
+    x: Tensor,
     layout: AxisLayout,
     wanted: Sequence[Sequence[Range]],
     *,
     dim: int,
     group: dist.ProcessGroup,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
 
     Rows beyond the ends of the axis are zeros. The adjoint adds up the gradients of all copies of a row: first the
@@ -247,7 +248,7 @@ def exchange(
     wanted = tuple(map(tuple, wanted))
     _check_wanted(x.shape[dim], layout, wanted, group)
 
-    def fetched(x: torch.Tensor) -> torch.Tensor:
+    def fetched(x: Tensor) -> Tensor:
         movement = plan_movement(layout.ranges, wanted, group.rank())
         result = _with_rows(x, movement.rows, dim)
         target = result.movedim(dim, 0)
@@ -256,13 +257,13 @@ def exchange(
         _move(x.movedim(dim, 0), target, movement, group, add=False)
         return result
 
-    def returned(gradient: torch.Tensor) -> torch.Tensor:
+    def returned(gradient: Tensor) -> Tensor:
         return returned_rows(gradient, Axis(layout, group), wanted, dim)
 
     return with_adjoint(x, fetched, returned)
 
 
-def returned_rows(gradient: torch.Tensor, axis: Axis, wanted: Wanted, dim: int) -> torch.Tensor:
+def returned_rows(gradient: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Tensor:
     """Return the gradients of this rank's rows, (..., rows, ...): sums over the ranks that wanted them; a collective.
 
     It is the adjoint of `exchange`. Sums are in float32 at least.
@@ -302,9 +303,7 @@ def _check_wanted(
         )
 
 
-def _with_rows(
-    x: torch.Tensor, rows: int, dim: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _with_rows(x: Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an uninitialised tensor like `x`, (..., rows, ...), with another number of rows in `dim`."""
     shape = list(x.shape)
     shape[dim] = rows
@@ -312,8 +311,8 @@ def _with_rows(
 
 
 def _move(
-    rows: torch.Tensor,
-    target: torch.Tensor,
+    rows: Tensor,
+    target: Tensor,
     movement: Movement,
     group: dist.ProcessGroup,
     *,
@@ -353,9 +352,7 @@ def _move(
             put_rows(target, places, piece.view(size(places), *shape), add=add)
 
 
-def put_rows(
-    rows: torch.Tensor, places: Sequence[Range], piece: torch.Tensor, *, add: bool
-) -> None:
+def put_rows(rows: Tensor, places: Sequence[Range], piece: Tensor, *, add: bool) -> None:
     """Write, or add, rows to ranges of a tensor, in place.
 
     Args:

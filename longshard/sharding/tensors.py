@@ -6,7 +6,7 @@ from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +35,7 @@ def planned(function: F) -> F:
     return call
 
 
-def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
+def content_hash(tensors: Mapping[str, Tensor]) -> int:
     """Return a 63-bit hash of names, shapes and bytes, which is the same in every process. Ranks compare tensors by it.
 
     Args:
@@ -50,7 +50,7 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def to_device(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device.
 
     A GPU copies host memory from pinned memory: the host waits neither for earlier kernels nor for the copy.
@@ -64,7 +64,7 @@ def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return x.pin_memory().to(device, non_blocking=True)
 
 
-def local_part(x: torch.Tensor) -> torch.Tensor:
+def local_part(x: Tensor) -> Tensor:
     """Return the shard of this rank; of a plain tensor, the tensor itself.
 
     Args:
@@ -77,7 +77,7 @@ _PART = 1 << 26
 """Number of elements that are copied to float32 at a time: 256 MiB."""
 
 
-def in_parts(*rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def in_parts(*rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield parts of the tensors, row block by row block; a block has at most `_PART` elements of the first tensor.
 
     Args:
@@ -88,8 +88,8 @@ def in_parts(*rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def added_rows(
-    rows: torch.Tensor, places: torch.Tensor, number: int, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+    rows: Tensor, places: Tensor, number: int, weights: Tensor | None = None
+) -> Tensor:
     """Return the sum of the rows of each place: (number, C), in the type of `rows`. Not differentiable.
 
     The rows are added in float32 at least. They are weighted and copied to that type a part at a time.
@@ -117,7 +117,7 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
+def wide(x: Tensor) -> Tensor:
     """Return x; a tensor of half precision is copied to float32.
 
     Args:
@@ -137,7 +137,7 @@ def fsdp_groups(module: nn.Module) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def version_of(x: torch.Tensor) -> int:
+def version_of(x: Tensor) -> int:
     """Return the number of in-place changes that autograd has counted; 0 for a tensor of inference mode.
 
     Args:
@@ -146,12 +146,10 @@ def version_of(x: torch.Tensor) -> int:
     return 0 if x.is_inference() else x._version  # no public name as of torch 2.13
 
 
-TensorFunction = Callable[[torch.Tensor], torch.Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 
 
-def with_adjoint(
-    x: torch.Tensor, function: TensorFunction, adjoint: TensorFunction
-) -> torch.Tensor:
+def with_adjoint(x: Tensor, function: TensorFunction, adjoint: TensorFunction) -> Tensor:
     """Return function(x). The backward applies the adjoint to the gradient, and can be differentiated.
 
     It is one node of the graph, so that a rank without rows to send or receive still joins, forward and backward.

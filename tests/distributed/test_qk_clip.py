@@ -19,6 +19,8 @@ from trainer.models.decoder import Transformer
 
 BOUND = 0.2
 GIVEN = ("--training.dtype=float64", f"--optimizer.qk_clip={BOUND}", "--training.attention_mask=document")
+pytestmark = pytest.mark.about("longshard/context/hooks.py")
+
 LATENT = "--model.name=deepseek_v3"
 TOLERANCE = 1e-10
 

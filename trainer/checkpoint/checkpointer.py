@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -52,7 +52,7 @@ from trainer.stores.store import Place, Store
 
 def tensors_of(
     model_parts: Iterable[nn.Module], optimizer: torch.optim.Optimizer
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return every saved tensor of this rank by name. The tensors are the model's and optimizer's own, not copies.
 
     Names are the same under every parallel layout. A shared parameter has the first of its names. Frozen parameters
@@ -343,7 +343,7 @@ class Checkpointer:
         )
 
     def _save_in_background(
-        self, tensors: Mapping[str, torch.Tensor], saving: Mapping[str, Any]
+        self, tensors: Mapping[str, Tensor], saving: Mapping[str, Any]
     ) -> Future:
         """Copy the tensors; return a future that is done when a thread has saved the copies with these arguments."""
         copies = self._copies

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer.checkpoint.dcp_files import Reader
 from trainer.checkpoint.peft_table import peft_model
@@ -171,7 +172,7 @@ def _whole_tensors(
     shapes: Mapping[str, Shape],
     readers: list[WeightsReader],
     rounding: "Rounding",
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield whole weights with their adapters added, in batches of about the bytes of the largest weight.
 
     A checkpoint's file is opened once for a batch: there may be thousands. rounding: takes the changes of the adapters.
@@ -210,7 +211,7 @@ class Rounding:
     error: float = 0.0
     """Sum of squares of the rounding errors."""
 
-    def add(self, before: torch.Tensor, after: torch.Tensor) -> None:
+    def add(self, before: Tensor, after: Tensor) -> None:
         """Count a weight before and after its adapters were added.
 
         Args:
@@ -250,7 +251,7 @@ def _saved_types(readers: Sequence[WeightsReader]) -> dict[str, torch.dtype]:
     }
 
 
-def _read(shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, torch.Tensor]:
+def _read(shapes: Mapping[str, Shape], readers: list[WeightsReader]) -> dict[str, Tensor]:
     """Return tensors in the dtypes in which they are saved."""
     saved = _saved_types(readers)
     tensors = {

@@ -11,6 +11,7 @@ run. The next update of the optimizer waits for it on the device:
 from collections.abc import Collection, Mapping
 
 import torch
+from torch import Tensor
 
 from longshard.sharding.tensors import local_part
 from trainer.runtime.host_memory import page_locked_like
@@ -24,15 +25,15 @@ class HostCopies:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
         """Name -> copy: a tensor, or a DTensor of the same placements."""
-        self._memory: list[torch.Tensor] = []
+        self._memory: list[Tensor] = []
         """The page-locked memory of the copies."""
         self._copied: torch.cuda.Event | None = None
         self._stream: torch.cuda.Stream | None = None
         optimizer.register_step_pre_hook(lambda *_: self._update_waits())
 
-    def start(self, state: Mapping[str, torch.Tensor], *, updated: Collection[str]) -> None:
+    def start(self, state: Mapping[str, Tensor], *, updated: Collection[str]) -> None:
         """Copy the state: on a CPU before this returns, on a GPU by the next update.
 
         Call `wait` before the next `start`.
@@ -61,7 +62,7 @@ class HostCopies:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, state: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+    def _copy(self, state: Mapping[str, Tensor], names: Collection[str]) -> None:
         for name in names:
             local_part(self.tensors[name]).copy_(local_part(state[name]), non_blocking=True)
 
@@ -70,7 +71,7 @@ class HostCopies:
             torch.cuda.current_stream().wait_event(self._copied)
 
 
-def _buffer(x: torch.Tensor, memory: list[torch.Tensor]) -> torch.Tensor:
+def _buffer(x: Tensor, memory: list[Tensor]) -> Tensor:
     """Return an empty copy of x on the host.
 
     For a GPU's tensor it is in page-locked memory, which is added to `memory`.
@@ -82,7 +83,7 @@ def _buffer(x: torch.Tensor, memory: list[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()  # with gradients, the local part of a DTensor is a view of it
-def _move_to_locked_memory(copy: torch.Tensor) -> torch.Tensor:
+def _move_to_locked_memory(copy: Tensor) -> Tensor:
     local = local_part(copy)
     memory = page_locked_like(
         local, "checkpoint.async_mode = 'async_with_pinned_mem'", "use 'async'"

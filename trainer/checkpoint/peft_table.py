@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
@@ -43,7 +44,7 @@ def peft_model(config: JobConfig, args: DecoderArgs) -> HFModel:
 def _counterparts(
     module: str,
     adapters: Collection[str],
-    pairs: Mapping[str, tuple[torch.Tensor, HFTensor]],
+    pairs: Mapping[str, tuple[Tensor, HFTensor]],
 ) -> tuple[HFTensor, HFTensor]:
     """Return the counterparts of A and B of a module, or of a stacked weight of experts."""
     if ".experts." not in module:
@@ -79,5 +80,5 @@ def _counterparts(
     )
 
 
-def _rows_here(hf: HFTensor, b: torch.Tensor) -> torch.Tensor:
+def _rows_here(hf: HFTensor, b: Tensor) -> Tensor:
     return b if hf.stacked else hf.from_hf(b.mT)

@@ -8,9 +8,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.checkpoint.dcp_files import Reader, TensorsOnly, cause_of
@@ -56,20 +55,20 @@ def on_this_rank(read: Callable[[], bytes]) -> bytes:
     return read()
 
 
-def names_of(model_parts: Iterable[nn.Module]) -> dict[torch.Tensor, str]:
+def names_of(model_parts: Iterable[nn.Module]) -> dict[Tensor, str]:
     """Return every saved tensor with its name; a shared parameter has the first of its names.
 
     Args:
         model_parts: The model parts of this rank.
     """
-    named: dict[torch.Tensor, str] = {}
+    named: dict[Tensor, str] = {}
     for part in model_parts:
         for name, tensor in part.state_dict(keep_vars=True).items():
             named.setdefault(tensor, name)
     return named
 
 
-def model_tensors(named: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+def model_tensors(named: Mapping[Tensor, str]) -> dict[str, Tensor]:
     """Return the tensors by their names in a checkpoint, not copied.
 
     Args:
@@ -265,7 +264,7 @@ def load_weights(
     load_tensors(tensors, *readers)
 
 
-def load_tensors(tensors: Mapping[str, torch.Tensor], *readers: WeightsReader) -> None:
+def load_tensors(tensors: Mapping[str, Tensor], *readers: WeightsReader) -> None:
     """Load tensors in place, in their own dtypes. The first reader that has a tensor reads it.
 
     Args:

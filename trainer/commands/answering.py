@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.commands.http_server import Waiting
 from trainer.commands.openai_format import AnswerError, Ended, Piece, Score
@@ -87,7 +87,7 @@ class Writer:
         if waiting is not None and request.echo and request.scores is None:
             waiting.send(Piece(self.tokenizer.decode(request.prompt)))
 
-        def send_token(_: int, token: int, logits: torch.Tensor) -> bool:
+        def send_token(_: int, token: int, logits: Tensor) -> bool:
             piece = "" if token in self.ends else text.put(token)
             if waiting is not None:
                 scores = (
@@ -99,7 +99,7 @@ class Writer:
             left = waiting is not None and waiting.gone.is_set()
             return self._agree(_LEFT if left else _ON) == _LEFT or text.stopped
 
-        def send_prompt(start: int, logits: torch.Tensor) -> None:
+        def send_prompt(start: int, logits: Tensor) -> None:
             if waiting is None or request.scores is None:
                 return
             tokens = request.prompt[start : start + logits.shape[1] + 1]
@@ -132,7 +132,7 @@ class Writer:
         return agreed
 
 
-def scores_of(logits: torch.Tensor, tokens: list[int], likeliest: int) -> tuple[Score, ...]:
+def scores_of(logits: Tensor, tokens: list[int], likeliest: int) -> tuple[Score, ...]:
     """Return the log-probability of each token under the model, at temperature 1 and over the whole vocabulary.
 
     Args:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.context.regions import context_parallel
 from longshard.sharding.placement import rows_on
@@ -35,7 +35,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
-    def draw(self, logits: torch.Tensor, generator: torch.Generator) -> int:
+    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
         """Draw a token by its logits.
 
         Args:
@@ -71,10 +71,10 @@ class Writing:
     """The tokens of a prompt depend on the seed and on the number of the prompt, not on the other prompts."""
     ends: Collection[int] = ()
     """A text ends before one of these tokens."""
-    on_token: Callable[[int, int, torch.Tensor], bool | None] | None = None
+    on_token: Callable[[int, int, Tensor], bool | None] | None = None
     """Called for each drawn token, also for a token of `ends`, with the number of the prompt, the token and its logits,
     (V,). If it returns True, the text ends, on all ranks."""
-    on_prompt: Callable[[int, torch.Tensor], None] | None = None
+    on_prompt: Callable[[int, Tensor], None] | None = None
     """Called with parts of the logits (B, N, V) of the tokens of the prompts, and the position of the first token."""
 
 
@@ -145,9 +145,7 @@ def _one_by_one(
     written = []
     for number, prompt in enumerate(prompts):
 
-        def on_token(
-            _: int, token: int, logits: torch.Tensor, number: int = number
-        ) -> bool | None:
+        def on_token(_: int, token: int, logits: Tensor, number: int = number) -> bool | None:
             return None if how.on_token is None else how.on_token(number, token, logits)
 
         alone = replace(how, seed=how.seed + number, on_token=on_token)
@@ -161,8 +159,8 @@ def _logits(
     dims: ParallelDims,
     texts: list[list[int]],
     most: int,
-    on_prompt: Callable[[int, torch.Tensor], None] | None = None,
-) -> Iterator[torch.Tensor]:
+    on_prompt: Callable[[int, Tensor], None] | None = None,
+) -> Iterator[Tensor]:
     """Yield the logits of the token after each text, (B, V).
 
     Between two yields the texts grow by a token, up to `most` tokens.
@@ -205,8 +203,8 @@ def _read(
     dims: ParallelDims,
     texts: Sequence[Sequence[int]],
     new_tokens: int,
-    positions: torch.Tensor | None,
-) -> tuple[GenerationCache, torch.Tensor]:
+    positions: Tensor | None,
+) -> tuple[GenerationCache, Tensor]:
     """Read texts; return the cache, with room for `new_tokens` tokens, and the hidden states at `positions`."""
     device = torch.device(job.device_type)
     cp = dims["cp"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.convolution import convolved
@@ -45,9 +45,7 @@ class GenerationCache:
         tp: The ranks that divide the heads.
     """
 
-    def __init__(
-        self, lengths: torch.Tensor, capacity: int, cp: DeviceMesh, tp: DeviceMesh
-    ) -> None:
+    def __init__(self, lengths: Tensor, capacity: int, cp: DeviceMesh, tp: DeviceMesh) -> None:
         self.lengths = lengths.clone()
         self._capacity = capacity
         self._cp = cp
@@ -56,18 +54,18 @@ class GenerationCache:
         """Positions of the kept tokens; -1: no token, or padding of a prompt."""
         self._used = self._runs = self._new = self._own_new = 0
         self._queries = self._rows = lengths
-        self._kept: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._inputs: dict[nn.Module, torch.Tensor] = {}
-        self._states: dict[nn.Module, torch.Tensor] = {}
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._inputs: dict[nn.Module, Tensor] = {}
+        self._states: dict[nn.Module, Tensor] = {}
 
     def read(
         self,
         model: nn.Module,
-        tokens: torch.Tensor,
-        rows: torch.Tensor,
-        plan: torch.Tensor | None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        tokens: Tensor,
+        rows: Tensor,
+        plan: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """Read this rank's tokens of the prompts, which are padded at their ends. A collective.
 
         Args:
@@ -95,7 +93,7 @@ class GenerationCache:
         wanted = self.lengths[:, None] - 1 if positions is None else positions
         return all_reduce(self._rows_at(hidden, own, wanted), self._tp)
 
-    def run(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    def run(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Return the hidden states of new tokens, (B, S, dim), the same on every rank. A collective.
 
         Tensor-parallel ranks divide the tokens, so the tokens are padded at their end. No token sees later tokens.
@@ -130,9 +128,7 @@ class GenerationCache:
         self._runs += 1
         return hidden
 
-    def _rows_at(
-        self, x: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def _rows_at(self, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Return rows of x, (B, S, C), at positions (B, N), from the rank of `cp` that has them: (B, N, C).
 
         rows: (S,), the positions of the rows on this rank. Positions before a text give zeros.
@@ -144,9 +140,7 @@ class GenerationCache:
         local = torch.where((rows[here] == positions).unsqueeze(-1), local, 0)
         return all_reduce(local.contiguous(), self._cp)
 
-    def _keep(
-        self, module: nn.Module, k: torch.Tensor, v: torch.Tensor, first: int
-    ) -> tuple[torch.Tensor, ...]:
+    def _keep(self, module: nn.Module, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, ...]:
         """Keep keys and values, (B, K, S, D), after the `first` ones, and return all of them."""
         if module not in self._kept:
             self._kept[module] = tuple(
@@ -160,39 +154,37 @@ class GenerationCache:
     def _keep_keys(
         self,
         module: nn.Module,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         **settings: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         self._keep(module, k, v, 0)
         return module(q, k, v, **settings)
 
     def _keep_index(
         self,
         module: nn.Module,
-        q: torch.Tensor,
-        latent: torch.Tensor,
+        q: Tensor,
+        latent: Tensor,
         index: Index,
         **settings: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         self._keep(module, latent, index.keys.unsqueeze(1), 0)
         return module(q, latent, index, **settings)
 
     def _keep_inputs(
         self,
         module: nn.Module,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         **settings: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         before = torch.arange(1 - weight.shape[2], 0, device=x.device)
         self._inputs[module] = self._rows_at(x, self._rows, self.lengths[:, None] + before)
         return module(x, weight, **settings)
 
-    def _keep_state(
-        self, module: nn.Module, tokens: Tokens, plan: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _keep_state(self, module: nn.Module, tokens: Tokens, plan: Tensor | None) -> Tensor:
         """Run the module over the prompts; padding changes no state."""
         real = self._rows < self.lengths[:, None]
         inputs = (
@@ -204,9 +196,7 @@ class GenerationCache:
         self._states[module] = all_reduce(last * is_last, self._cp)
         return out
 
-    def _change_state(
-        self, module: nn.Module, tokens: Tokens, plan: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _change_state(self, module: nn.Module, tokens: Tokens, plan: Tensor | None) -> Tensor:
         """Continue the recurrence from the state, token by token; padded tokens have the output 0."""
         v = tokens.v
         dtype = wide_type(v.dtype)
@@ -224,15 +214,15 @@ class GenerationCache:
     def _attend(
         self,
         module: InnerAttention,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         scale: float | None = None,
-        sinks: torch.Tensor | None = None,
-        plan: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+        plan: Tensor | None = None,
+        up: Tensor | None = None,
+    ) -> Tensor:
         """Attend to the keys and values of all tokens so far; shapes as in the module."""
         keys, values = self._keep_new(module, k, v)
         seen = self._visible(keys.shape[2], module.sliding_window)
@@ -243,14 +233,14 @@ class GenerationCache:
     def _attend_to_chosen(
         self,
         module: InnerSparseAttention,
-        q: torch.Tensor,
-        latent: torch.Tensor,
+        q: Tensor,
+        latent: Tensor,
         index: Index,
         *,
-        up: torch.Tensor,
+        up: Tensor,
         scale: float,
         **_settings: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Attend to the chosen ones of all tokens so far; shapes as in the module. The loss is 0."""
         latents, keys = self._keep_new(module, latent, index.keys.unsqueeze(1))
         seen = self._visible(latents.shape[2], None)
@@ -260,7 +250,7 @@ class GenerationCache:
         out = self._attended(q, latents, latents[..., :0], seen, scale=scale, up=up)
         return out, out.new_zeros(out.shape[0], out.shape[2])
 
-    def _chosen(self, scores: torch.Tensor, per_query: int) -> torch.Tensor:
+    def _chosen(self, scores: Tensor, per_query: int) -> Tensor:
         """Return which of the kept tokens are among the highest scores of all ranks, (B, S, T).
 
         scores: (B, S, T). Of equal scores the earlier tokens count.
@@ -279,25 +269,23 @@ class GenerationCache:
             .gather(-1, places)
         )
 
-    def _keep_new(
-        self, module: nn.Module, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def _keep_new(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """Keep this rank's new keys and values, and return all kept ones."""
         new = self._own_new
         return self._keep(module, k[:, :, :new], v[:, :, :new], self._used)
 
     def _attended(
         self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        seen: torch.Tensor,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        seen: Tensor,
         *,
         scale: float,
         softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+        up: Tensor | None = None,
+    ) -> Tensor:
         """Return attention to the kept tokens of all ranks; shapes as in the module.
 
         seen: (B, S, T), which of this rank's kept tokens each new token sees.
@@ -323,7 +311,7 @@ class GenerationCache:
         out = (shares * parts[..., :-1]).sum(0).flatten(1, 2)
         return (out if up is None else out @ value_projection.to(dtype)).to(keys.dtype)
 
-    def _visible(self, kept: int, window: int | None) -> torch.Tensor:
+    def _visible(self, kept: int, window: int | None) -> Tensor:
         """Return which of the kept tokens each new token sees: (B, S, T)."""
         keys = self._positions[:, None, :kept]
         queries = self._queries[:, :, None]
@@ -333,10 +321,10 @@ class GenerationCache:
     def _convolve(
         self,
         module: nn.Module,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         **settings: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         last = weight.shape[2] - 1
         before = self._inputs.get(module, x.new_zeros(x.shape[0], last, x.shape[2]))
         rows = torch.cat((before, x[:, : self._new]), 1)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +14,7 @@ from trainer.data.packing import IGNORE_INDEX
 from trainer.models.model_spec import Decoder
 
 
-def row_losses(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) -> torch.Tensor:
+def row_losses(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Tensor:
     """Return the cross entropy of each row, (rows,), in float32 or wider, zero where there is no label.
 
     Args:
@@ -33,9 +34,7 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor, z_loss: float = 0.0) 
     return losses
 
 
-def token_losses(
-    logits: torch.Tensor, labels: torch.Tensor, rows: Callable = row_losses
-) -> torch.Tensor:
+def token_losses(logits: Tensor, labels: Tensor, rows: Callable = row_losses) -> Tensor:
     """Return the loss of each token, (B, S).
 
     Args:
@@ -46,7 +45,7 @@ def token_losses(
     return rows(logits.flatten(0, 1), labels.flatten()).unflatten(0, labels.shape)
 
 
-def count_valid(labels: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def count_valid(labels: Tensor, dim: int | None = None) -> Tensor:
     """Return the number of tokens that have a label, int64: a scalar, or with `dim` one dimension fewer.
 
     Args:
@@ -56,7 +55,7 @@ def count_valid(labels: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     return (labels != IGNORE_INDEX).sum(dim)
 
 
-def whole_sequence(hidden: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
+def whole_sequence(hidden: Tensor, tp: DeviceMesh) -> Tensor:
     """Return the hidden states of all ranks, (B, S, dim). A collective over `tp`.
 
     Args:
@@ -66,7 +65,7 @@ def whole_sequence(hidden: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
     return hidden if tp.size() == 1 else torch.cat([*all_gather(hidden, tp)], dim=1)
 
 
-def whole_logits(part: Decoder, hidden: torch.Tensor, tp: DeviceMesh) -> torch.Tensor:
+def whole_logits(part: Decoder, hidden: Tensor, tp: DeviceMesh) -> Tensor:
     """Return the logits of whole hidden states, (B, S, V), the same on all ranks of `tp`. A collective.
 
     The model's output takes some rows from each rank, and each rank has a part of the vocabulary.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from longshard.sharding.exchange import all_reduce
 from trainer.components.console_line import console_line, duration
@@ -197,8 +198,8 @@ class MetricsLogger:
     def record(
         self,
         step: int,
-        sums: torch.Tensor,
-        counts: torch.Tensor,
+        sums: Tensor,
+        counts: Tensor,
         *,
         lr: float,
         data: BatchesAhead,

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.sharding.ranges import Range
 from longshard.sharding.tensors import local_part, wide
@@ -28,11 +28,11 @@ _C = 2.0315
 _STEPS = 5
 _LEAST = 1e-7
 
-Block = tuple[Matrix, Range, torch.Tensor]
+Block = tuple[Matrix, Range, Tensor]
 """See `Owners.give_back`."""
 
 
-def newton_schulz(x: torch.Tensor) -> torch.Tensor:
+def newton_schulz(x: Tensor) -> Tensor:
     """Return matrices with about the singular vectors of x, and singular values of 0.7 to 1.2: (N, rows, columns).
 
     Args:
@@ -148,7 +148,7 @@ class Muon(torch.optim.Optimizer):
             self._change(updates, before(), share)
         self._change(updates, returned(), share)
 
-    def _advance(self, update: "_Update", share: torch.Tensor | None) -> None:
+    def _advance(self, update: "_Update", share: Tensor | None) -> None:
         """Update a momentum. A gradient that is not finite must not reach it."""
         moved = wide(update.momentum)
         weight = 1 - self._settings.momentum
@@ -159,7 +159,7 @@ class Muon(torch.optim.Optimizer):
         moved.lerp_(update.gradient.to(moved.dtype), weight)
         self._store(update, update.momentum, moved, first_row=0, bits_above=16)
 
-    def _part(self, updates: Sequence["_Update"], number: int, rows: Range) -> torch.Tensor:
+    def _part(self, updates: Sequence["_Update"], number: int, rows: Range) -> Tensor:
         gradient = wide(updates[number].gradient[slice(*rows)])
         momentum = wide(updates[number].momentum[slice(*rows)])
         if not self._settings.nesterov:
@@ -169,7 +169,7 @@ class Muon(torch.optim.Optimizer):
         return gradient.to(both).lerp(momentum.to(both), self._settings.momentum)
 
     def _change(
-        self, updates: Sequence["_Update"], blocks: Iterable[Block], share: torch.Tensor | None
+        self, updates: Sequence["_Update"], blocks: Iterable[Block], share: Tensor | None
     ) -> None:
         for matrix, rows, block in blocks:
             update = updates[matrix.parameter]
@@ -184,8 +184,8 @@ class Muon(torch.optim.Optimizer):
     def _store(
         self,
         update: "_Update",
-        stored: torch.Tensor,
-        value: torch.Tensor,
+        stored: Tensor,
+        value: Tensor,
         *,
         first_row: int,
         bits_above: int,
@@ -211,7 +211,7 @@ class _Update:
     """
 
     def __init__(
-        self, parameter: nn.Parameter, state: dict[str, torch.Tensor], group: dict[str, Any]
+        self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]
     ) -> None:
         self.parameter = parameter
         self.step = state["step"]

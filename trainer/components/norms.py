@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longshard.sharding.exchange import all_reduce
@@ -56,7 +56,7 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
             )
 
 
-def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torch.Tensor:
+def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> Tensor:
     """Return this rank's part of the squared norm of all gradients: a scalar, float64, on the device of the job.
 
     Each rank divides its squares by the number of ranks that hold the same gradient. The sum over all ranks then counts
@@ -66,7 +66,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
         parameters: The parameters of this rank.
         dims: The meshes of the run.
     """
-    held: dict[int, list[torch.Tensor]] = defaultdict(list)  # replicas -> local gradients
+    held: dict[int, list[Tensor]] = defaultdict(list)  # replicas -> local gradients
     for parameter in parameters:
         if parameter.grad is not None:
             held[replicas_of(parameter.grad, dims)].append(local_part(parameter.grad))
@@ -81,7 +81,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> torc
 
 @torch.no_grad()
 def clip_gradients(
-    parameters: Iterable[nn.Parameter], norm: float | torch.Tensor, max_norm: float
+    parameters: Iterable[nn.Parameter], norm: float | Tensor, max_norm: float
 ) -> None:
     """Scale all gradients so that their common norm is at most `max_norm`.
 
@@ -94,7 +94,7 @@ def clip_gradients(
     grads = [
         local_part(parameter.grad) for parameter in parameters if parameter.grad is not None
     ]
-    if not isinstance(norm, torch.Tensor):
+    if not isinstance(norm, Tensor):
         if norm > max_norm:
             torch._foreach_mul_(grads, max_norm / norm)
         return
@@ -103,7 +103,7 @@ def clip_gradients(
         torch._foreach_mul_([grad for grad in grads if grad.dtype == dtype], factor.to(dtype))
 
 
-def replicas_of(x: torch.Tensor, dims: ParallelDims) -> int:
+def replicas_of(x: Tensor, dims: ParallelDims) -> int:
     """Return how many ranks hold the same shard: the product of the mesh dimensions over which x is not cut.
 
     Args:

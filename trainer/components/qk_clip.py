@@ -11,7 +11,7 @@ it is the largest logit or more, by the logarithm of the number of keys at most.
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.tensors import local_part, wide_type
@@ -53,7 +53,7 @@ class QKClip(Observer):
         heads = max((layer.args.n_heads for layer in self._layers.values()), default=0)
         heads //= dims.size("tp")
         self._seen = dims.zeros(len(self._layers), heads).fill_(-torch.inf)
-        self._rows: dict[nn.Parameter, torch.Tensor] = {}
+        self._rows: dict[nn.Parameter, Tensor] = {}
         """This rank's rows of each parameter, counted within its tensor-parallel rank; computed once."""
         # largest S of each head in the last step, and the factors
         self._last_step = torch.stack([self._seen, self._seen])
@@ -65,7 +65,7 @@ class QKClip(Observer):
         """Forget the log-sum-exps of the last step."""
         self._seen.fill_(-torch.inf)
 
-    def see(self, layer: int, lse: torch.Tensor) -> None:
+    def see(self, layer: int, lse: Tensor) -> None:
         """Take the log-sum-exp of the logits of some queries of a layer.
 
         Args:
@@ -77,7 +77,7 @@ class QKClip(Observer):
             torch.maximum(place, lse.amax((0, 2)).to(place.dtype), out=place)
 
     @torch.no_grad()
-    def _clip(self, left_out: torch.Tensor | None) -> None:
+    def _clip(self, left_out: Tensor | None) -> None:
         """Scale the heads; a collective. left_out: one if the step has changed no weight."""
         seen = all_reduce(self._seen.clone(), self._dims["dp_cp"], "max")
         clips = seen > self._largest  # False for NaN
@@ -89,7 +89,7 @@ class QKClip(Observer):
             for parameter, rows in _row_factors(attention, head_factors):
                 self._scale(parameter, rows)
 
-    def _scale(self, parameter: nn.Parameter, factors: torch.Tensor) -> None:
+    def _scale(self, parameter: nn.Parameter, factors: Tensor) -> None:
         """Multiply the rows that this rank has. factors: factors of all rows of its tensor-parallel rank."""
         if parameter not in self._rows:
             rows = torch.cat(
@@ -120,9 +120,7 @@ class QKClip(Observer):
         return {"attention_logit": logit, "clipped_heads": int(heads)}
 
 
-def _row_factors(
-    attention: nn.Module, factors: torch.Tensor
-) -> list[tuple[nn.Parameter, torch.Tensor]]:
+def _row_factors(attention: nn.Module, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the parameters that make queries and keys, with the factor of each row of this tensor-parallel rank.
 
     factors: factors of the logits of its heads.
@@ -150,7 +148,7 @@ def _row_factors(
     ]
 
 
-def _rows(*parts: tuple[int, torch.Tensor]) -> torch.Tensor:
+def _rows(*parts: tuple[int, Tensor]) -> Tensor:
     """Return the factor of each row: a head has the rows of all parts, (their number, factor of each head)."""
     return torch.cat(
         [factors[:, None].expand(-1, number) for number, factors in parts], 1

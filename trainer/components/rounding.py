@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
@@ -29,7 +29,7 @@ PIECE_ON_CPU = 2**18  # the caches of a CPU hold this many
 """Elements that are copied at once; copies and random bits take at most 60 bytes each."""
 
 
-def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """Return x in bfloat16: one of its two neighbours, the nearer one with the higher probability.
 
     Values of bfloat16, infinities and NaN stay.
@@ -45,7 +45,7 @@ def round_stochastically(x: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), x, sums).bfloat16()
 
 
-def global_indices(parameter: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+def global_indices(parameter: Tensor, start: int, stop: int) -> Tensor:
     """Return the indices of elements of this rank's shard in the whole flattened parameter: (stop - start,), int64.
 
     Args:
@@ -92,8 +92,8 @@ class Rounding:
         )
 
     def bits(
-        self, parameter: nn.Parameter, step: torch.Tensor, start: int, stop: int
-    ) -> torch.Tensor | None:
+        self, parameter: nn.Parameter, step: Tensor, start: int, stop: int
+    ) -> Tensor | None:
         """Return the bits of elements of the flattened shard in a step, (stop - start,), int64. None: round to nearest.
 
         Args:
@@ -109,7 +109,7 @@ class Rounding:
         )
 
 
-def store(stored: torch.Tensor, value: torch.Tensor, bits: torch.Tensor | None) -> None:
+def store(stored: Tensor, value: Tensor, bits: Tensor | None) -> None:
     """Round `value` into `stored`.
 
     Args:
@@ -124,7 +124,7 @@ def store(stored: torch.Tensor, value: torch.Tensor, bits: torch.Tensor | None) 
 
 def initial_state(
     parameter: nn.Parameter, *, dtype: torch.dtype | None, fused: bool
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the state of a parameter that was never updated.
 
     Args:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.tensors import to_device
@@ -47,8 +48,8 @@ class StepTotals:
 
     def __init__(
         self,
-        loss: torch.Tensor,
-        squares: torch.Tensor,
+        loss: Tensor,
+        squares: Tensor,
         votes: Sequence[float],
         dims: ParallelDims,
     ) -> None:
@@ -63,12 +64,12 @@ class StepTotals:
             self._arrived.record()
 
     @property
-    def norm(self) -> torch.Tensor:
+    def norm(self) -> Tensor:
         """The gradient norm, a scalar, float64, on the device."""
         return self._sums[1].sqrt()
 
     @property
-    def not_finite(self) -> torch.Tensor:
+    def not_finite(self) -> Tensor:
         """One if the loss or the gradient norm is not finite, else zero: a scalar, float32, on the device."""
         return 1 - self._sums[:2].isfinite().all().float()
 

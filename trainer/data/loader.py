@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longshard.context.planning.options import BatchPlan
 from longshard.sharding.tensors import content_hash
@@ -21,14 +22,14 @@ from trainer.observer import Positions
 class TextBatch(TypedDict, total=False):
     """Sequences of one data-parallel rank, (B, S) int64 each, the same on each of its context-parallel ranks."""
 
-    tokens: torch.Tensor
-    labels: torch.Tensor
+    tokens: Tensor
+    labels: Tensor
     """The next token of each token, already shifted; `IGNORE_INDEX` where there is none."""
-    positions: torch.Tensor
+    positions: Tensor
     """Positions within each document, from 0; `NO_POSITION` for padding."""
-    document_ids: torch.Tensor
+    document_ids: Tensor
     """Number of the document within its sequence; padding has a number of its own."""
-    sources: torch.Tensor
+    sources: Tensor
     """Source of each sequence in a mixture, (B,), or of each token, (B, S), if documents were exchanged."""
     numbers: list[int]
     """Global number of each sequence: the sequences of the run before it, on all ranks."""
@@ -174,7 +175,7 @@ def batch_hash(batch: Mapping[str, Any]) -> int:
     Args:
         batch: The batch.
     """
-    return content_hash({name: x for name, x in batch.items() if isinstance(x, torch.Tensor)})
+    return content_hash({name: x for name, x in batch.items() if isinstance(x, Tensor)})
 
 
 # ---- batches that are made while the device works

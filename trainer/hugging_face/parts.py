@@ -7,6 +7,7 @@ from itertools import product
 from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
 from trainer.hugging_face.quantised import blocks_of, scaled
 from trainer.hugging_face.stored import BYTES, FLOAT8, Stored
@@ -47,7 +48,7 @@ def dtype_of(stored: Stored) -> torch.dtype:
     return DTYPES[stored.dtype] if stored.scales is None else torch.float32
 
 
-def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return a part of a tensor of a file, of shape `lengths`. Only its bytes and its scales are read.
 
     Args:
@@ -61,7 +62,7 @@ def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) ->
     return scaled(part, _read_bytes(stored.scales, *blocks_of(offsets, lengths)), offsets)
 
 
-def read_rows(stored: Stored, first: int, rows: int) -> torch.Tensor:
+def read_rows(stored: Stored, first: int, rows: int) -> Tensor:
     """Return whole rows (dim 0) of a tensor of a file.
 
     Args:
@@ -73,7 +74,7 @@ def read_rows(stored: Stored, first: int, rows: int) -> torch.Tensor:
     return read_part(stored, [first, *[0] * len(shape)], [rows, *shape])
 
 
-def _read_bytes(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+def _read_bytes(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
     part = torch.empty(tuple(lengths), dtype=DTYPES[stored.dtype])
     into = memoryview(part.view(-1).view(torch.uint8).numpy())
     done = 0

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.pairs import Shape
@@ -42,7 +43,7 @@ def shapes_of(stored: Mapping[str, Stored]) -> dict[str, Shape]:
     return shapes
 
 
-def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the numbers in transformers' layout, (E, 2 * B * G, R), in bfloat16, which can hold all of them.
 
     Args:
@@ -106,7 +107,7 @@ def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int]
     return [*offsets[:-2], *firsts], [*lengths[:-2], *counts]
 
 
-def scaled(part: torch.Tensor, scales: torch.Tensor, offsets: Sequence[int]) -> torch.Tensor:
+def scaled(part: Tensor, scales: Tensor, offsets: Sequence[int]) -> Tensor:
     """Return a part of a float8 tensor as float32, with the shape of `part`.
 
     Args:

@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -102,7 +103,7 @@ class HFReader(FileSystemReader):
         name: str,
         offsets: Sequence[int] | None = None,
         lengths: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a part of our tensor, by default all of it: of shape `lengths`, on the CPU, in the file's dtype.
 
         The part is in memory at most twice. If each row (dim 0) changes by itself, whole rows are read. If more than
@@ -150,7 +151,7 @@ class HFReader(FileSystemReader):
         shape: Sequence[int],
         offsets: Sequence[int],
         lengths: Sequence[int],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return a part of a tensor whose rows are built from other tensors. names: names of the parts of each row."""
         part = torch.empty(tuple(lengths), dtype=self._dtype_of_all(sum(map(tuple, names), ())))
         size = shape[1] // len(names[0])
@@ -167,7 +168,7 @@ class HFReader(FileSystemReader):
                     row[begin - first : end - first] = read_part(self._stored[name], *cut)
         return part
 
-    def _dequantised(self, name: str, first: int, rows: int) -> torch.Tensor:
+    def _dequantised(self, name: str, first: int, rows: int) -> Tensor:
         """Return rows [first, first + rows) of dimension 0 of an MXFP4 tensor, as floating-point numbers."""
         parts = (self._stored[name + kind] for kind in (BLOCKS, SCALES))
         return dequantise(*(read_rows(part, first, rows) for part in parts))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 
 from trainer.config.errors import ConfigError
 from trainer.config.writable import sync
@@ -86,7 +87,7 @@ class NewFolder:
             shutil.rmtree(self._unfinished)
         self._unfinished.mkdir(parents=True)
 
-    def put(self, name: str, tensor: torch.Tensor) -> None:
+    def put(self, name: str, tensor: Tensor) -> None:
         """Write a whole tensor, or the next rows of one. The memory holds at most one more copy of it.
 
         Args:
@@ -219,7 +220,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
     return ids, rows
 
 
-def _with_rows(tensor: torch.Tensor, rows: int, first: int) -> torch.Tensor:
+def _with_rows(tensor: Tensor, rows: int, first: int) -> Tensor:
     """Return the rows before `first`, followed by rows with their mean."""
     sums = sum(block.double().sum(0) for block in tensor[:first].split(_ROWS))
     longer = (sums / first).to(tensor.dtype).expand(rows, -1).clone()

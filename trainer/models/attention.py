@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -80,15 +80,15 @@ class InnerAttention(Cached):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
         scale: float | None = None,
-        sinks: torch.Tensor | None = None,
-        plan: torch.Tensor | None = None,
-        up: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+        plan: Tensor | None = None,
+        up: Tensor | None = None,
+    ) -> Tensor:
         """Attend to the keys of the same sequence.
 
         Args:
@@ -120,9 +120,7 @@ class InnerAttention(Cached):
         return _causal(q, k, filled, scale)[..., : v.shape[3]]
 
 
-def _causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
-) -> torch.Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     options = {"is_causal": True, "scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     if q.device.type != _GPU:
         return F.scaled_dot_product_attention(q, k, v, **options)
@@ -142,9 +140,7 @@ def _causal(
 class AttentionSinks(Weights):
     """One logit per head, (H,), of a key without a value that every token sees (as in GPT-OSS)."""
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Set the logits to zero.
 
         Args:
@@ -173,7 +169,7 @@ class Attention(Branch):
         args: AttentionArgs,
         norms: NormArgs,
         *,
-        rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = apply_rope,
+        rotate: Callable[[Tensor, Tensor], Tensor] = apply_rope,
         branches: int = 1,
     ) -> None:
         super().__init__()
@@ -205,13 +201,13 @@ class Attention(Branch):
 
     def forward(
         self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None,
-        attention_plan: torch.Tensor | None = None,
+        x: Tensor,
+        freqs_cis: Tensor | None,
+        attention_plan: Tensor | None = None,
         *,
-        positions: torch.Tensor | None = None,
-        **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        positions: Tensor | None = None,
+        **adapter_inputs: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Return the output, (B, S, dim). If it gives its keys and values, they follow: (B, K, S, D) twice.
 
         Args:
@@ -322,14 +318,14 @@ class SharedKeysAttention(Attention):
 
     def forward(
         self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None,
-        attention_plan: torch.Tensor | None = None,
+        x: Tensor,
+        freqs_cis: Tensor | None,
+        attention_plan: Tensor | None = None,
         *,
-        keys: Sequence[torch.Tensor],
-        positions: torch.Tensor | None = None,
-        **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor:
+        keys: Sequence[Tensor],
+        positions: Tensor | None = None,
+        **adapter_inputs: Tensor,
+    ) -> Tensor:
         """Return the output, (B, S, dim).
 
         Args:

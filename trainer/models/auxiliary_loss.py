@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class AuxiliaryLoss(nn.Module):
@@ -19,7 +19,7 @@ class AuxiliaryLoss(nn.Module):
         # A buffer, because torch.compile reads its value in each step. Casting a model keeps the type of integers.
         self.register_buffer("tokens", torch.empty((), dtype=torch.int64), persistent=False)
 
-    def forward(self, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, loss: Tensor) -> Tensor:
         """Return x.
 
         Args:
@@ -29,7 +29,7 @@ class AuxiliaryLoss(nn.Module):
         return _AddGradient.apply(x, loss / self.tokens)
 
 
-def normalise_auxiliary_losses(part: nn.Module, tokens: torch.Tensor) -> None:
+def normalise_auxiliary_losses(part: nn.Module, tokens: Tensor) -> None:
     """Set the number of tokens by which the auxiliary losses of a model part are divided.
 
     Args:
@@ -45,10 +45,10 @@ class _AddGradient(torch.autograd.Function):
     """Return x; the backward gives the loss a gradient of one."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
         ctx.save_for_backward(loss)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         return gradient, torch.ones_like(*ctx.saved_tensors)

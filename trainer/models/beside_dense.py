@@ -9,6 +9,7 @@ The layer has the norm before the dense network, and the norm behind the sum.
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from trainer.families.feed_forward_args import ExpertArgs
@@ -22,9 +23,7 @@ from trainer.parallel.tensor_parallel import Replicated, Styles, tokens_divided
 class ExpertScales(Weights):
     """A factor of the weights of each expert, (E,)."""
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Set the factors to one.
 
         Args:
@@ -51,9 +50,7 @@ class ScaledRouter(Router):
         self.input_scale = dim**-0.5
         self.scales = ExpertScales(args.number)
 
-    def forward(
-        self, x: torch.Tensor, real: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token, see `Router.forward`.
 
         Args:
@@ -95,11 +92,11 @@ class ExpertsBesideDense(MoE):
 
     def forward(
         self,
-        x: torch.Tensor,
-        positions: torch.Tensor | None = None,
+        x: Tensor,
+        positions: Tensor | None = None,
         *,
-        residual: torch.Tensor,
-    ) -> torch.Tensor:
+        residual: Tensor,
+    ) -> Tensor:
         """Return the output, (B, S, dim).
 
         Args:

@@ -9,7 +9,7 @@ Each norm is optional. A mixer is attention or linear attention. A third branch 
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer.families.args import expert_layers
 from trainer.families.decoder_args import TransformerArgs
@@ -102,15 +102,15 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None,
-        attention_plan: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
+        x: Tensor,
+        freqs_cis: Tensor | None,
+        attention_plan: Tensor | None = None,
+        positions: Tensor | None = None,
         *,
-        keys: Sequence[torch.Tensor] | None = None,
-        layer_input: torch.Tensor | None = None,
-        **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        keys: Sequence[Tensor] | None = None,
+        layer_input: Tensor | None = None,
+        **adapter_inputs: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Return the output, (B, S, dim). If it gives its keys and values, they follow: (B, K, S, D) twice.
 
         Args:
@@ -134,10 +134,10 @@ class TransformerBlock(nn.Module):
 
     def _with_network(
         self,
-        x: torch.Tensor,
-        positions: torch.Tensor | None,
-        adapter_inputs: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
+        x: Tensor,
+        positions: Tensor | None,
+        adapter_inputs: Mapping[str, Tensor],
+    ) -> Tensor:
         """Add the output of the experts, or of the feed-forward network, to x, (B, S, dim)."""
         if self.has_experts:
             return self.with_experts(x, positions)
@@ -157,12 +157,12 @@ class TransformerBlock(nn.Module):
 
     def with_attention(
         self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None,
-        attention_plan: torch.Tensor | None,
-        positions: torch.Tensor | None,
-        **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        x: Tensor,
+        freqs_cis: Tensor | None,
+        attention_plan: Tensor | None,
+        positions: Tensor | None,
+        **adapter_inputs: Tensor,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Add the output of the mixer to x, (B, S, dim).
 
         Args:
@@ -183,7 +183,7 @@ class TransformerBlock(nn.Module):
         x = self._with_branch(x, out, self.attention_post_norm)
         return (x, *own_keys) if own_keys else x
 
-    def with_experts(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+    def with_experts(self, x: Tensor, positions: Tensor | None) -> Tensor:
         """Add the output of the experts to x. It is not compiled: only the routing knows the numbers of rows.
 
         Args:
@@ -199,9 +199,7 @@ class TransformerBlock(nn.Module):
         out = self.feed_forward(normed, positions, **beside)
         return self._with_branch(x, out, self.ffn_post_norm)
 
-    def with_feed_forward(
-        self, x: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def with_feed_forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
         """Add the output of the feed-forward network to x.
 
         Args:
@@ -232,9 +230,7 @@ class TransformerBlock(nn.Module):
             return parts + self.feed_forward.compiled_methods()
         return [*parts, (self, "with_feed_forward")]
 
-    def _with_branch(
-        self, x: torch.Tensor, out: torch.Tensor, norm: nn.Module | None
-    ) -> torch.Tensor:
+    def _with_branch(self, x: Tensor, out: Tensor, norm: nn.Module | None) -> Tensor:
         """Add the output of a branch to its input."""
         out = out if norm is None else norm(out)
         return x + (out if self.residual_scale == 1 else out * self.residual_scale)
@@ -266,9 +262,7 @@ class FurtherTokenLayer(TransformerBlock):
         own = tokens_divided(("embedding_norm", "hidden_norm", "projection"))
         return super().tensor_parallel_styles() | own
 
-    def forward(
-        self, x: torch.Tensor, *args: torch.Tensor | None, **adapter_inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: Tensor, *args: Tensor | None, **adapter_inputs: Tensor) -> Tensor:
         """Return the hidden states, (B, S, dim).
 
         Args:

@@ -6,10 +6,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-Step = Callable[..., torch.Tensor]
+Step = Callable[..., Tensor]
 """(the module, its inputs) -> its output, computed from the inputs and the contents of a cache."""
 
 
@@ -19,7 +18,7 @@ class Cached(nn.Module):
     cache: Step | None = None
     """Replaces the forward. None: the module's own forward runs."""
 
-    def run(self, *inputs: object, **settings: object) -> torch.Tensor:
+    def run(self, *inputs: object, **settings: object) -> Tensor:
         """Return the output of the cache. Without a cache, return the output of the module.
 
         Args:
@@ -53,7 +52,7 @@ def cached(model: nn.Module, steps: Mapping[type[Cached], Step]) -> Iterator[Non
     }
     used: set[nn.Module] = set()
 
-    def noted(module: nn.Module, *inputs: object, **settings: object) -> torch.Tensor:
+    def noted(module: nn.Module, *inputs: object, **settings: object) -> Tensor:
         used.add(module)
         return modules[module](module, *inputs, **settings)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
@@ -48,7 +48,7 @@ class Chunks:
     factors: tuple[float, ...] = (1.0,)
     """Factors of the gradients: the tokens are divided into len(factors) equal parts, one after another."""
 
-    def of(self, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+    def of(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the rows of each chunk of these tensors. A chunk never crosses the border of two parts, see `factors`.
 
         Args:
@@ -65,9 +65,7 @@ class Chunks:
             rows_vary(*chain(*chunks))  # their numbers of rows differ by one
         return chunks
 
-    def with_factors(
-        self, *tensors: torch.Tensor
-    ) -> list[tuple[float, tuple[torch.Tensor, ...]]]:
+    def with_factors(self, *tensors: Tensor) -> list[tuple[float, tuple[Tensor, ...]]]:
         """Return the same chunks, each with the factor of its part.
 
         Args:
@@ -80,7 +78,7 @@ class Chunks:
             for number, rows in enumerate(chunks)
         ]
 
-    def place(self, weight: torch.Tensor) -> Place:
+    def place(self, weight: Tensor) -> Place:
         """Return how the logits of a chunk are made.
 
         Args:
@@ -88,7 +86,7 @@ class Chunks:
         """
         return Place(self.softcap, self.first_label(weight), self.over is None)
 
-    def first_label(self, weight: torch.Tensor) -> int:
+    def first_label(self, weight: Tensor) -> int:
         """Return the first token of the vocabulary that this rank has.
 
         Args:
@@ -129,10 +127,10 @@ def apply_chunked_loss(
     functions = ChunkFunctions.of(compilation)
 
     def forward(
-        hidden: torch.Tensor,
-        labels: torch.Tensor | None = None,
+        hidden: Tensor,
+        labels: Tensor | None = None,
         factors: tuple[float, ...] = (1.0,),
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if labels is None:
             return to_logits(hidden)
         weight = output.weight
@@ -150,8 +148,8 @@ def apply_chunked_loss(
 
 
 def chunked_token_losses(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunks: Chunks
-) -> torch.Tensor:
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunks: Chunks
+) -> Tensor:
     """Return the cross entropy of each token, (B, S), in float32 or wider, zero where there is no label.
 
     The gradient of the weight is summed over the chunks in float32 or wider, and rounded once. If ranks have parts of
@@ -171,9 +169,7 @@ def chunked_token_losses(
 class _Gradients:
     """Gradients of hidden states and weight, if they are needed. Chunks are added in order."""
 
-    def __init__(
-        self, hidden: torch.Tensor, weight: torch.Tensor, needed: Sequence[bool]
-    ) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, needed: Sequence[bool]) -> None:
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         self.weight = (
             torch.zeros_like(weight, dtype=wide_type(weight.dtype)) if needed[1] else None
@@ -182,9 +178,9 @@ class _Gradients:
 
     def add(
         self,
-        grad_logits: torch.Tensor,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
+        grad_logits: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
         factor: float,
     ) -> None:
         """Add a chunk. Its hidden states are zero for tokens that must not change the weight's gradient."""
@@ -197,14 +193,14 @@ class _Gradients:
             _add_product(self.weight, grad_logits.T, hidden, factor)
         self.done += len(hidden)
 
-    def scale(self, by: torch.Tensor, missing: torch.Tensor) -> None:
+    def scale(self, by: Tensor, missing: Tensor) -> None:
         """Multiply by a number, (1,), in its precision; tokens without a label get zero."""
         if self.hidden is not None:
             self.hidden.mul_(by).masked_fill_(missing[:, None], 0)
         if self.weight is not None:
             self.weight.mul_(by)
 
-    def rounded(self, weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def rounded(self, weight: Tensor) -> tuple[Tensor | None, ...]:
         rounded = None if self.weight is None else self.weight.to(weight.dtype)
         return self.hidden, rounded, None, None, None
 
@@ -213,12 +209,12 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        labels: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
         chunks: Chunks,
         at_once: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         missing = labels == IGNORE_INDEX
         pieces = []
         ctx.chunks = chunks
@@ -249,8 +245,8 @@ class _TokenLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+        ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, lse = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
         # The forward's gradients fit a backward of summed losses: then `grad` is one number in memory for all tokens.
@@ -273,7 +269,7 @@ class _TokenLosses(torch.autograd.Function):
         return gradients.rounded(weight)
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor, alpha: float) -> None:
+def _add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float) -> None:
     """Add alpha a @ b to `total`, in place. The product is never rounded to a dtype narrower than `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, alpha=alpha)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longshard.sharding.tensors import wide_type
 from trainer.data.packing import IGNORE_INDEX
@@ -30,8 +31,8 @@ class Place(NamedTuple):
 
 
 def chunk_statistics(
-    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, place: Place
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: Tensor, weight: Tensor, labels: Tensor, place: Place
+) -> tuple[Tensor, Tensor]:
     """Compute the log-sum-exp and the label's logit of each token, over the given rows of the weight alone.
 
     Args:
@@ -51,14 +52,14 @@ def chunk_statistics(
 
 
 def chunk_gradient(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    lse: torch.Tensor,
-    grad: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    lse: Tensor,
+    grad: Tensor,
     place: Place,
     z_loss: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the gradient of the logits, (T, vocab), in the model's dtype: (softmax - one-hot) x gradient of the loss.
 
     Args:
@@ -83,12 +84,12 @@ def chunk_gradient(
 
 
 def chunk_at_once(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     softcap: float,
     z_loss: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the statistics of a chunk, and softmax - one-hot, (T, vocab), in the model's dtype.
 
     Args:
@@ -120,7 +121,7 @@ def chunk_at_once(
     return (label_logit - at_label).squeeze(1), label_logit.squeeze(1), grad_logits
 
 
-def _capped(logits: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
     """Return logits of `CappedOutput` and their slopes. With softcap 0, return the same logits and None."""
     if not softcap:
         return logits, None
@@ -128,14 +129,12 @@ def _capped(logits: torch.Tensor, softcap: float) -> tuple[torch.Tensor, torch.T
     return softcap * shares, 1 - shares.square()
 
 
-def _less(logits: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+def _less(logits: Tensor, by: Tensor) -> Tensor:
     """Return logits - by, by: (tokens,), in the dtype of `by`; in the memory of `logits` if they have this dtype."""
     return logits.sub_(by[:, None]) if logits.dtype == by.dtype else logits - by[:, None]
 
 
-def _label_index(
-    labels: torch.Tensor, first: int, rows: int, whole: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _label_index(labels: Tensor, first: int, rows: int, whole: bool) -> tuple[Tensor, Tensor]:
     """Return the column of each label's logit, (tokens, 1), and whether there is none, (tokens,).
 
     If the weight is whole, only a missing label has no column, so a label out of range fails.
@@ -148,9 +147,9 @@ def _label_index(
 class ChunkFunctions:
     """The functions of a chunk, eager or compiled."""
 
-    statistics: Callable[..., tuple[torch.Tensor, ...]] = chunk_statistics
-    gradient: Callable[..., torch.Tensor] = chunk_gradient
-    at_once: Callable[..., tuple[torch.Tensor, ...]] = chunk_at_once
+    statistics: Callable[..., tuple[Tensor, ...]] = chunk_statistics
+    gradient: Callable[..., Tensor] = chunk_gradient
+    at_once: Callable[..., tuple[Tensor, ...]] = chunk_at_once
     compiled: bool = False
 
     @classmethod

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.sharding.tensors import wide_type
 from trainer.models.weights import Weights
@@ -27,7 +27,7 @@ class Decay(nn.Module):
         self.a_log = Weights(heads)
         self.dt_bias = Weights(heads * channels)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return logarithms of decays and steps, (B, S, H) each. With several channels (B, S, H, channels).
 
         Args:
@@ -43,9 +43,7 @@ class Decay(nn.Module):
             rate = rate.unsqueeze(-1)
         return -rate * step, step
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Draw `a_log` as the logarithm of uniform numbers; set `dt_bias` to one.
 
         Args:

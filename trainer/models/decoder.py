@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.context.live import own_positions, with_layer
 from longshard.sharding.tensors import wide_type
@@ -32,7 +32,7 @@ def _own(theta: float | None) -> str:
     return "frequencies" if theta is None else f"frequencies_of_{theta}".replace(".", "_")
 
 
-def _scaled(x: torch.Tensor, scale: float) -> torch.Tensor:
+def _scaled(x: Tensor, scale: float) -> Tensor:
     """Return x times a scale, which is rounded to the dtype of x: sqrt(3072) is 55.5 in bfloat16."""
     return x if scale == 1 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
@@ -50,7 +50,7 @@ class CappedOutput(nn.Linear):
         super().__init__(dim, vocab_size, bias=False)
         self.softcap = softcap
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Return the logits, (B, S, vocab).
 
         Args:
@@ -108,12 +108,12 @@ class Transformer(nn.Module):
 
     def forward(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        attention_plan: torch.Tensor | None = None,
-        next_tokens: torch.Tensor | None = None,
-        **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor:
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention_plan: Tensor | None = None,
+        next_tokens: Tensor | None = None,
+        **adapter_inputs: Tensor,
+    ) -> Tensor:
         """Return the hidden states of tokens, (B, S, dim).
 
         Args:
@@ -133,9 +133,9 @@ class Transformer(nn.Module):
         if next_tokens is not None:
             x, *embedded = x.chunk(1 + next_tokens.shape[-1])
         own_inputs = self._layer_inputs(tokens, x)
-        keys_of: dict[int, Sequence[torch.Tensor]] = {}
+        keys_of: dict[int, Sequence[Tensor]] = {}
 
-        def through(number: str, x: torch.Tensor) -> torch.Tensor:
+        def through(number: str, x: Tensor) -> Tensor:
             own = self._inputs_of(int(number), own_inputs, keys_of) | adapter_inputs
             table = tables.get(self.layers[number].theta)
             plan = with_layer(attention_plan, int(number))
@@ -156,15 +156,15 @@ class Transformer(nn.Module):
             x = self._with_further(x, embedded, through)
         return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embedded(self, tokens: Tensor) -> Tensor:
         return _scaled(self.tok_embeddings(tokens), self.args.embedding_scale)
 
     def _with_further(
         self,
-        x: torch.Tensor,
-        embedded: Sequence[torch.Tensor],
-        through: Callable[[str, torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
+        x: Tensor,
+        embedded: Sequence[Tensor],
+        through: Callable[[str, Tensor], Tensor],
+    ) -> Tensor:
         """Return x, and after it the hidden states of further tokens: (B (1 + K), S, dim)."""
         hidden = [x]
         for number, next_embedding in zip(self.mtp_norms, embedded, strict=True):
@@ -175,17 +175,15 @@ class Transformer(nn.Module):
     def _inputs_of(
         self,
         layer: int,
-        own_inputs: torch.Tensor | None,
-        keys_of: Mapping[int, Sequence[torch.Tensor]],
+        own_inputs: Tensor | None,
+        keys_of: Mapping[int, Sequence[Tensor]],
     ) -> dict[str, Any]:
         """Return what a layer gets besides the output of the layer before: its own input, and shared keys."""
         own = {} if own_inputs is None else {"layer_input": own_inputs[:, :, layer]}
         source = self.key_sources.get(layer)
         return own if source is None else own | {"keys": keys_of[source]}
 
-    def _layer_inputs(
-        self, tokens: torch.Tensor, embedded: torch.Tensor
-    ) -> torch.Tensor | None:
+    def _layer_inputs(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
         """Return the own inputs of all layers, (B, S, layers, channels). None if layers have none.
 
         Each is the mean of the layer's own embedding and of a projection of the token's embedding, times sqrt(2).
@@ -200,10 +198,10 @@ class Transformer(nn.Module):
 
     def _freqs_cis(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None,
-        attention_plan: torch.Tensor | None,
-    ) -> dict[float | None, torch.Tensor]:
+        tokens: Tensor,
+        positions: Tensor | None,
+        attention_plan: Tensor | None,
+    ) -> dict[float | None, Tensor]:
         """Return the rotary tables that these layers use, by their own base.
 
         The key None has the table of the model.
@@ -272,9 +270,7 @@ class Transformer(nn.Module):
         )
         self.frequencies = frequencies.to(device)
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Set norms to one; draw embeddings of unit scale, and an output whose logits are small.
 
         A tied matrix also makes the logits, so it is drawn with a small scale.

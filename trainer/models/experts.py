@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longshard.sharding.tensors import added_rows, in_parts
@@ -23,7 +23,7 @@ from trainer.models.initialization import draw
 from trainer.parallel.expert_parallel import ROUTING, Routing
 from trainer.transforms.lora import is_adapter
 
-Outputs = Callable[..., torch.Tensor]
+Outputs = Callable[..., Tensor]
 # torch 2.13 made it public
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
@@ -40,15 +40,15 @@ class ExpertWeights(NamedTuple):
     both are (E, rank, inputs) and (E, outputs, rank), see `transforms/lora.py`.
     """
 
-    w13: torch.Tensor
+    w13: Tensor
     """Gates in the first half of the rows, then the projections that they multiply."""
-    w2: torch.Tensor
-    b13: torch.Tensor | None = None
-    b2: torch.Tensor | None = None
-    w13_lora_a: torch.Tensor | None = None
-    w13_lora_b: torch.Tensor | None = None
-    w2_lora_a: torch.Tensor | None = None
-    w2_lora_b: torch.Tensor | None = None
+    w2: Tensor
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    w13_lora_a: Tensor | None = None
+    w13_lora_b: Tensor | None = None
+    w2_lora_a: Tensor | None = None
+    w2_lora_b: Tensor | None = None
 
 
 class Experts(nn.Module):
@@ -78,12 +78,12 @@ class Experts(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
         *,
-        meanwhile: Callable[[], torch.Tensor | None] = lambda: None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        meanwhile: Callable[[], Tensor | None] = lambda: None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Compute the weighted sum of each token's experts.
 
         Args:
@@ -99,9 +99,7 @@ class Experts(nn.Module):
             dict(self.named_parameters(recurse=False)), x, chosen, weights
         ), meanwhile()
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Set biases to zero; draw matrices, see `initialization.draw`.
 
         Args:
@@ -121,13 +119,13 @@ class Experts(nn.Module):
 
     def sums(
         self,
-        parameters: Mapping[str, torch.Tensor],
-        x: torch.Tensor,
-        chosen: torch.Tensor,
-        weights: torch.Tensor,
+        parameters: Mapping[str, Tensor],
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
         *,
         sizes: Sequence[int] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the sums with other parameters, for example with the parameters of some of the experts.
 
         Args:
@@ -149,15 +147,15 @@ class Experts(nn.Module):
 
 
 def expert_sums(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
     experts: ExpertWeights,
     *,
     activation: str = "silu",
     scale: float = 0.0,
-    sizes: Sequence[int] | Callable[[torch.Tensor, int], Sequence[int]] = ROUTING.pairs,
-) -> torch.Tensor:
+    sizes: Sequence[int] | Callable[[Tensor, int], Sequence[int]] = ROUTING.pairs,
+) -> Tensor:
     """Return the weighted sum of each token's experts, (N, dim), added up in float32 or wider.
 
     Args:
@@ -193,15 +191,13 @@ class _WeightedSums(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, token: torch.Tensor, number: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, token: Tensor, number: int) -> Tensor:
         ctx.save_for_backward(rows, weights, token)
         return added_rows(rows, token, number, weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, token = ctx.saved_tensors
         row_gradients = torch.empty_like(rows)
         weight_gradients = torch.empty_like(weights)
@@ -216,16 +212,12 @@ class _WeightedSums(torch.autograd.Function):
         return row_gradients, weight_gradients, None, None
 
 
-def _grouped(
-    rows: torch.Tensor, owner: torch.Tensor, experts: ExpertWeights, outputs: Outputs
-) -> torch.Tensor:
+def _grouped(rows: Tensor, owner: Tensor, experts: ExpertWeights, outputs: Outputs) -> Tensor:
     """Return the outputs of rows in the order of experts. owner: the expert of each row, (R,)."""
     numbers = torch.arange(len(experts.w13), device=owner.device)
     ends = torch.searchsorted(owner, numbers, right=True).to(torch.int32)
 
-    def linear(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out = _grouped_mm(x, weight.transpose(1, 2), offs=ends)
         return out if bias is None else out + bias.index_select(0, owner)
 
@@ -233,8 +225,8 @@ def _grouped(
 
 
 def _one_by_one(
-    rows: torch.Tensor, sizes: Sequence[int], experts: ExpertWeights, outputs: Outputs
-) -> torch.Tensor:
+    rows: Tensor, sizes: Sequence[int], experts: ExpertWeights, outputs: Outputs
+) -> Tensor:
     """Return the outputs of rows in the order of experts. An expert without rows gets a gradient of zeros."""
     each = zip(
         *([None] * len(sizes) if x is None else x.unbind() for x in experts), strict=True
@@ -244,18 +236,16 @@ def _one_by_one(
 
 
 def _outputs(
-    rows: torch.Tensor,
+    rows: Tensor,
     experts: ExpertWeights,
-    linear: Callable[..., torch.Tensor],
+    linear: Callable[..., Tensor],
     *,
     activation: str,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the outputs of rows. linear: (rows, weight, bias or None) -> rows, for one expert or for many."""
 
-    def adapted(
-        x: torch.Tensor, out: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None
-    ) -> torch.Tensor:
+    def adapted(x: Tensor, out: Tensor, a: Tensor | None, b: Tensor | None) -> Tensor:
         return out if a is None else out + linear(scale * linear(x, a), b)
 
     hidden = adapted(
@@ -267,7 +257,7 @@ def _outputs(
     )
 
 
-def _gated(hidden: torch.Tensor, activation: str) -> torch.Tensor:
+def _gated(hidden: Tensor, activation: str) -> Tensor:
     """Return SwiGLU or GEGLU (arXiv 2002.05202), or the clamped unit of gpt-oss (arXiv 2508.10925).
 
     (R, 2 * hidden) -> (R, hidden).

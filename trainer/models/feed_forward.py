@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -28,8 +28,8 @@ class Activation(NamedTuple):
         gradient: (gradient of the output, input, grad_input=the tensor that gets the gradient of the input).
     """
 
-    function: Callable[[torch.Tensor], torch.Tensor]
-    gradient: Callable[..., torch.Tensor]
+    function: Callable[[Tensor], Tensor]
+    gradient: Callable[..., Tensor]
 
 
 ACTIVATIONS = {
@@ -43,16 +43,14 @@ ACTIVATIONS = {
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, activation: Activation, gate: torch.Tensor, up: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
         ctx.activation = activation
         ctx.save_for_backward(gate, up)
         return activation.function(gate) * up
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         gate_gradient = gradient * up
         up_gradient = ctx.activation.function(gate).mul_(gradient)
@@ -63,7 +61,7 @@ class _Gated(torch.autograd.Function):
         )
 
 
-def gated(activation: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated(activation: str, gate: Tensor, up: Tensor) -> Tensor:
     """Return activation(gate) * up, of any shape. The backward computes the activation again instead of keeping it.
 
     Args:
@@ -93,7 +91,7 @@ class FeedForward(Branch):
         self.w2 = nn.Linear(args.hidden_dim, dim, bias=args.bias)
         self.w3 = nn.Linear(dim, args.hidden_dim, bias=args.bias)
 
-    def forward(self, x: torch.Tensor, **adapter_inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, **adapter_inputs: Tensor) -> Tensor:
         """Return the output, (B, S, dim).
 
         Args:

@@ -10,7 +10,7 @@ A module that owns weights draws them; the model draws the weights of its other 
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from longshard.sharding.random_bits import parameter_seed
@@ -19,7 +19,7 @@ from trainer.transforms.lora import init_adapter, is_adapter
 
 
 def draw(
-    parameter: torch.Tensor,
+    parameter: Tensor,
     generator: torch.Generator,
     *,
     fan_in: int | None = None,
@@ -38,7 +38,7 @@ def draw(
 
 
 def fill(
-    name: str, parameter: torch.Tensor, generator: torch.Generator, *, branches: int = 1
+    name: str, parameter: Tensor, generator: torch.Generator, *, branches: int = 1
 ) -> None:
     """Draw a matrix, see `draw`, or set a vector: biases to zero, weights of norms to one.
 
@@ -60,9 +60,7 @@ class Branch(nn.Module):
     branches = 1
     last = "wo.weight"
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Draw a parameter, see `fill`.
 
         Args:

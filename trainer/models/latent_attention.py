@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -67,13 +67,13 @@ class LatentAttention(Branch):
 
     def forward(
         self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None,
-        attention_plan: torch.Tensor | None = None,
+        x: Tensor,
+        freqs_cis: Tensor | None,
+        attention_plan: Tensor | None = None,
         *,
-        positions: torch.Tensor | None = None,
-        **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor:
+        positions: Tensor | None = None,
+        **adapter_inputs: Tensor,
+    ) -> Tensor:
         """Return the output, (B, S, dim).
 
         Args:
@@ -113,11 +113,11 @@ class LatentAttention(Branch):
 
     def attend(
         self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
+        q: Tensor,
+        latent: Tensor,
         settings: Mapping[str, Any],
-        _inputs: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+        _inputs: Sequence[Tensor],
+    ) -> Tensor:
         """Return attention to the keys and values of the latents, (B, H, S, V).
 
         Args:

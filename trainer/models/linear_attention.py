@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, SequenceParallel
 
 from longshard.context.convolution import ContextParallelConvolution
@@ -37,7 +37,7 @@ from trainer.parallel.tensor_parallel import (
 class InnerLinearAttention(Cached):
     """The recurrence over whole sequences, or with a plan over the sequences of all ranks. It has no parameters."""
 
-    def forward(self, tokens: Tokens, plan: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, tokens: Tokens, plan: Tensor | None = None) -> Tensor:
         """Return the outputs of the recurrence, (B, S, G, V).
 
         Args:
@@ -94,13 +94,13 @@ class LinearAttention(Branch):
 
     def forward(
         self,
-        x: torch.Tensor,
-        freqs_cis: torch.Tensor | None = None,
-        attention_plan: torch.Tensor | None = None,
+        x: Tensor,
+        freqs_cis: Tensor | None = None,
+        attention_plan: Tensor | None = None,
         *,
-        positions: torch.Tensor | None = None,
-        **adapter_inputs: torch.Tensor,
-    ) -> torch.Tensor:
+        positions: Tensor | None = None,
+        **adapter_inputs: Tensor,
+    ) -> Tensor:
         """Return the output, (B, S, dim). Nothing is rotated.
 
         Args:
@@ -113,9 +113,7 @@ class LinearAttention(Branch):
         where = {"positions": positions, "plan": attention_plan}
         return self.wo(self.mixed(x, where, **adapter_inputs).to(x.dtype), **adapter_inputs)
 
-    def mixed(
-        self, x: torch.Tensor, where: dict[str, Any], **adapter_inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
         """Return the input of the output projection, (B, S, channels).
 
         Args:
@@ -125,9 +123,7 @@ class LinearAttention(Branch):
         """
         raise NotImplementedError
 
-    def convolve(
-        self, parts: Sequence[torch.Tensor], where: dict[str, Any]
-    ) -> tuple[torch.Tensor, ...]:
+    def convolve(self, parts: Sequence[Tensor], where: dict[str, Any]) -> tuple[Tensor, ...]:
         """Return each part after its convolution and SiLU, (B, S, C).
 
         Args:
@@ -159,9 +155,7 @@ class LinearAttention(Branch):
         """
         return {"inner_convolution": ContextParallelConvolution()} if ranks > 1 else {}
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Set biases of convolutions to zero; draw the other parameters, see `Branch`.
 
         Args:
@@ -197,9 +191,7 @@ class GatedDeltaNet(LinearAttention):
         convolutions = [f"{part}_conv" for part in args.convolved()]
         self.divided = (*matrices, *convolutions, "decay.a_log", "decay.dt_bias")
 
-    def mixed(
-        self, x: torch.Tensor, where: dict[str, Any], **adapter_inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
         """Return the gated norm of the recurrence, (B, S, channels).
 
         Args:
@@ -217,9 +209,7 @@ class GatedDeltaNet(LinearAttention):
         out = self.inner_attention.run(tokens, where["plan"])
         return (self.norm(out) * F.silu(z)).flatten(2)
 
-    def _projected(
-        self, x: torch.Tensor, **adapter_inputs: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
+    def _projected(self, x: Tensor, **adapter_inputs: Tensor) -> Sequence[Tensor]:
         """Return queries, keys, values, gates, and the inputs of beta and of decays, (B, S, channels) each."""
         if not self.args.by_head:
             matrices = self.in_q, self.in_k, self.in_v, self.in_z, self.in_beta, self.in_decay
@@ -279,9 +269,7 @@ class KimiDeltaAttention(LinearAttention):
         self.decay = Decay(args.heads, args.head_dim)
         self.norm = nn.RMSNorm(args.head_dim, eps=norms.eps)
 
-    def mixed(
-        self, x: torch.Tensor, where: dict[str, Any], **adapter_inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
         """Return the gated norm of the recurrence, (B, S, channels).
 
         Args:
@@ -342,9 +330,7 @@ class Mamba2(LinearAttention):
             head_modules if args.groups == 1 else (*head_modules, *group_modules, "norm")
         )
 
-    def mixed(
-        self, x: torch.Tensor, where: dict[str, Any], **adapter_inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
         """Return the norm of the gated recurrence, (B, S, H * head_dim).
 
         Args:
@@ -366,7 +352,7 @@ class Mamba2(LinearAttention):
         out = (out + values * self.skip().unsqueeze(-1)).flatten(2)
         return self._normed(out * F.silu(z.to(out.dtype)))
 
-    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+    def _normed(self, x: Tensor) -> Tensor:
         """Return x normed over all channels of a group, (B, S, H * head_dim)."""
         if self.args.groups == 1:
             return self.norm(x)
@@ -377,7 +363,7 @@ class Mamba2(LinearAttention):
         )
 
 
-def _normalised(x: torch.Tensor) -> torch.Tensor:
+def _normalised(x: Tensor) -> Tensor:
     """Divide the vector of each head by its length, in float32 or wider."""
     x = wide(x)
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from trainer.config.errors import ConfigError
 from trainer.families.args import is_further, mtp_layers_of
@@ -33,9 +34,7 @@ class Model(Protocol):
             hidden: The hidden states.
         """
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Fill a whole parameter in place, before it is sharded. A submodule may do it for its own parameters.
 
         Args:
@@ -57,10 +56,10 @@ class Decoder(Model, Protocol):
 
     def __call__(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        attention_plan: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        attention_plan: Tensor | None = None,
+    ) -> Tensor:
         """Return the hidden states, (B, S, dim).
 
         tokens, positions: (B, S), int64. Without positions, token i of the sequence has position i. Under context
@@ -72,7 +71,7 @@ class Decoder(Model, Protocol):
         (B (1 + layers), S, dim).
         """
 
-    def output(self, hidden: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    def output(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return logits, (B, S, vocab), or with labels the loss of each token, (B, S).
 
         The model's own module takes no labels: `apply_chunked_loss` adds them if a job computes its loss in chunks.
@@ -94,7 +93,7 @@ class ModelSpec:
     keep_stage: Callable[[Decoder, Collection[str]], None] | None = None
     """For decoders: remove all modules from a whole model, except the named modules of a pipeline stage. Names of
     parameters stay; the forward takes the previous stage's hidden states instead of tokens."""
-    cp_buffers: Callable[[Decoder], list[tuple[torch.Tensor, int]]] = lambda part: []
+    cp_buffers: Callable[[Decoder], list[tuple[Tensor, int]]] = lambda part: []
     """For decoders: model part -> its buffers with a row per position, each with the dimension of the positions. A
     model without such buffers computes the rows of its positions, as `Transformer` does."""
     state_dict_adapter: Callable[[Any, str], HFTensor | None] | None = None
@@ -144,7 +143,7 @@ def hf_model(spec: ModelSpec, args: Any) -> HFModel:
         )
     with torch.device("meta"):
         state = spec.build(args).state_dict(keep_vars=True)
-    names: dict[torch.Tensor, list[str]] = {}
+    names: dict[Tensor, list[str]] = {}
     for name, x in state.items():
         names.setdefault(x, []).append(name)
     pairs = {}

@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from longshard.sharding.exchange import all_reduce
@@ -49,7 +49,7 @@ class Gate(nn.Linear):
 
     muon_matrices = ()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the output in float32 or wider, (..., outputs).
 
         Args:
@@ -94,9 +94,7 @@ class Router(nn.Module):
             "count", torch.empty(args.number, dtype=torch.int64), persistent=False
         )
 
-    def forward(
-        self, x: torch.Tensor, real: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
 
         Args:
@@ -129,7 +127,7 @@ class Router(nn.Module):
                 weights = self.auxiliary(weights, loss)
         return chosen, weights
 
-    def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
+    def _chosen(self, logits: Tensor) -> Tensor:
         """Return the experts of each token: (N, k)."""
         args = self.args
         scores = logits.sigmoid() if self.args.sigmoid else logits
@@ -147,7 +145,7 @@ class Router(nn.Module):
             scores = by_group.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
         return scores.topk(self.per_token, dim=-1).indices
 
-    def _weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
         """Return the weights of the chosen experts: (N, k)."""
         args = self.args
         if args.sigmoid:
@@ -206,7 +204,7 @@ class MoE(nn.Module):
         )
         self.shared_gate = Gate(dim, 1, bias=False) if args.shared_gate else None
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Return the output, (B, S, dim).
 
         Args:
@@ -234,7 +232,7 @@ class MoE(nn.Module):
         """Return the methods that are compiled. Experts are not: only the routing knows their numbers of rows."""
         return [] if self.shared is None else [(self, "shared_output")]
 
-    def shared_output(self, x: torch.Tensor) -> torch.Tensor | None:
+    def shared_output(self, x: Tensor) -> Tensor | None:
         """Return the output of the expert that all tokens share, (B, S, dim). None without such an expert.
 
         Args:
@@ -301,7 +299,7 @@ class ExpertBalance(Observer):
             router.mean_load.copy_(mean)
 
     @torch.no_grad()
-    def end_step(self, left_out: torch.Tensor) -> None:
+    def end_step(self, left_out: Tensor) -> None:
         """Set the loads of the step, and update the biases: one collective.
 
         A recomputed block counts its tokens twice, which changes no share. A step without update counts nothing.

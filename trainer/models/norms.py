@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
@@ -42,7 +42,7 @@ class OffsetNorm(nn.RMSNorm):
     The constructor takes the arguments of `nn.RMSNorm`.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normed x, with the shape and dtype of x.
 
         Args:
@@ -50,7 +50,7 @@ class OffsetNorm(nn.RMSNorm):
         """
         dtype = wide_type(x.dtype)
 
-        def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def normed(x: Tensor, weight: Tensor) -> Tensor:
             return F.rms_norm(
                 x.to(dtype), self.normalized_shape, 1 + weight.to(dtype), self.eps
             ).type_as(x)
@@ -59,9 +59,7 @@ class OffsetNorm(nn.RMSNorm):
             return normed(x, self.weight)
         return _Recomputed.apply(normed, x, self.weight)
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Set the weight to zero.
 
         Args:
@@ -76,16 +74,14 @@ class _Recomputed(torch.autograd.Function):
     """A function that saves its inputs only. The backward computes the function again, so no float32 copy is kept."""
 
     @staticmethod
-    def forward(
-        ctx: Any, function: Callable[..., torch.Tensor], *inputs: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         ctx.function = function
         ctx.save_for_backward(*inputs)
         return function(*inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[1:]
         inputs = [
             x.detach().requires_grad_(n) for x, n in zip(ctx.saved_tensors, needed, strict=True)
@@ -101,7 +97,7 @@ class _Recomputed(torch.autograd.Function):
 class NormOfHeads(nn.RMSNorm):
     """RMSNorm over all heads. If tensor-parallel ranks divide the heads, the mean square is still over all heads."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Return the normed x, with the shape and dtype of x.
 
         Args:

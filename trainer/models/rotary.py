@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from trainer.families.layer_kinds import RopeScaling
 
@@ -20,7 +21,7 @@ def rope_frequencies(
     scaling: RopeScaling | None,
     unrotated: int = 0,
     longest: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the angle per position of each pair of a head: ((D + unrotated) / 2,), float64, on the CPU.
 
     Args:
@@ -35,7 +36,7 @@ def rope_frequencies(
 
 def _scaled_frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, longest: int
-) -> torch.Tensor:
+) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
     if scaling is None:
@@ -92,7 +93,7 @@ def _yarn_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[floa
 
 def precompute_freqs_cis(
     length: int, head_dim: int, theta: float, scaling: RopeScaling | None, dtype: torch.dtype
-) -> torch.Tensor:
+) -> Tensor:
     """Return `freqs_cis_at` for the positions 0 to length - 1, on the CPU: (length, D / 2, 2).
 
     Args:
@@ -111,13 +112,13 @@ def precompute_freqs_cis(
 
 
 def freqs_cis_at(
-    positions: torch.Tensor,
-    frequencies: torch.Tensor,
+    positions: Tensor,
+    frequencies: Tensor,
     scaling: RopeScaling | None,
     dtype: torch.dtype,
     *,
     unrotated: int = 0,
-) -> torch.Tensor:
+) -> Tensor:
     """Return cosine and sine of the angles of each position, times the magnitude of the scaling: (..., D / 2, 2).
 
     Angles are float64: in float32 they are off by 3e-2 at a million tokens. Two float64 tensors exist at a time, 64 MiB
@@ -141,7 +142,7 @@ def freqs_cis_at(
     return table
 
 
-def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """Rotate each adjacent pair of x.
 
     Args:
@@ -162,7 +163,7 @@ def apply_rope(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     return _Rotation.apply(x, freqs_cis, _rotated_pairs)
 
 
-def apply_rope_to_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+def apply_rope_to_halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """Rotate the pairs (i, i + D / 2) of x, as in Hugging Face's checkpoints.
 
     Args:
@@ -177,7 +178,7 @@ def apply_rope_to_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tens
     return _Rotation.apply(x, freqs_cis, _rotated_halves)
 
 
-def _rotated_pairs(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+def _rotated_pairs(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """Return x rotated by one complex product, in the dtype of the angles.
 
     It takes a third of the time of real products.
@@ -188,13 +189,13 @@ def _rotated_pairs(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _rotated_halves(x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+def _rotated_halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
     first, second = x.to(freqs_cis.dtype).chunk(2, dim=-1)
     cos, sin = _over_heads(freqs_cis)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
 
 
-def _over_heads(freqs_cis: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _over_heads(freqs_cis: Tensor) -> tuple[Tensor, ...]:
     return freqs_cis.unsqueeze(-3).unbind(-1)
 
 
@@ -209,9 +210,7 @@ class _Rotation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, freqs_cis: torch.Tensor, rotate: Callable[..., torch.Tensor]
-    ) -> Any:
+    def forward(ctx: Any, x: Tensor, freqs_cis: Tensor, rotate: Callable[..., Tensor]) -> Any:
         ctx.save_for_backward(freqs_cis)
         ctx.rotate = rotate
         parts = -(-x.numel() // _PART)
@@ -224,7 +223,7 @@ class _Rotation(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (freqs_cis,) = ctx.saved_tensors
         back = torch.view_as_real(torch.view_as_complex(freqs_cis).conj().resolve_conj())
         return _Rotation.apply(grad, back, ctx.rotate), None, None

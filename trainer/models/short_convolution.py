@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.context.convolution import convolved
 from trainer.models.cached import Cached
@@ -15,12 +15,12 @@ class InnerConvolution(Cached):
 
     def forward(
         self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: Tensor,
+        weight: Tensor,
         *,
-        positions: torch.Tensor | None = None,
-        plan: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        positions: Tensor | None = None,
+        plan: Tensor | None = None,
+    ) -> Tensor:
         """Return the convolution, (B, S, C).
 
         Args:
@@ -46,9 +46,7 @@ class Taps(Weights):
     def __init__(self, channels: int, kernel: int) -> None:
         super().__init__(channels, 1, kernel)
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Draw with the variance of nn.Conv1d.
 
         Args:
@@ -81,13 +79,13 @@ class ShortConvolution(nn.Module):
 
     def forward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         *,
-        positions: torch.Tensor | None = None,
-        plan: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+        positions: Tensor | None = None,
+        plan: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return q, k and v with their convolutions added, in the same shapes.
 
         Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.context.execution.sparse_rows import Index
 from longshard.context.planning.options import ContextParallelOptions
@@ -45,9 +45,7 @@ class Indexer(Branch):
         self.gathered = nn.Identity()
         """Tensor parallelism gathers here: a rank has the index of its tokens before, and of all tokens after."""
 
-    def forward(
-        self, x: torch.Tensor, queried: torch.Tensor, freqs_cis: torch.Tensor | None
-    ) -> Index:
+    def forward(self, x: Tensor, queried: Tensor, freqs_cis: Tensor | None) -> Index:
         """Return the index.
 
         Args:
@@ -63,7 +61,7 @@ class Indexer(Branch):
         keys = self._rotated(keys.unsqueeze(2), freqs_cis).squeeze(2)
         return Index(queries, keys, weights * (heads * head_dim) ** -0.5)
 
-    def _rotated(self, x: torch.Tensor, freqs_cis: torch.Tensor | None) -> torch.Tensor:
+    def _rotated(self, x: Tensor, freqs_cis: Tensor | None) -> Tensor:
         """Return x, (B, S, J, D), with its first channels rotated."""
         if freqs_cis is None:
             return x
@@ -85,15 +83,15 @@ class InnerSparseAttention(Cached):
 
     def forward(
         self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
+        q: Tensor,
+        latent: Tensor,
         index: Index,
         *,
-        up: torch.Tensor,
+        up: Tensor,
         scale: float,
-        plan: torch.Tensor | None = None,
+        plan: Tensor | None = None,
         learns: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Return the output, (B, H, S, V), and the loss of the indexer at each query, (B, S).
 
         Args:
@@ -131,11 +129,11 @@ class SparseAttention(LatentAttention):
 
     def attend(
         self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
+        q: Tensor,
+        latent: Tensor,
         settings: Mapping[str, Any],
-        inputs: Sequence[torch.Tensor],
-    ) -> torch.Tensor:
+        inputs: Sequence[Tensor],
+    ) -> Tensor:
         """Return attention to the chosen keys, (B, H, S, V). Its backward adds the gradient of the indexer's loss.
 
         Args:

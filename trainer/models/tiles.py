@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from longshard.sharding.forward import replace_forward
@@ -18,17 +18,17 @@ from longshard.sharding.tensors import local_part, wide_type
 from trainer.config.errors import ConfigError
 from trainer.transforms.compile import rows_vary
 
-Compute = Callable[..., torch.Tensor]
+Compute = Callable[..., Tensor]
 
 
 def in_tiles(
     compute: Compute,
-    inputs: Sequence[torch.Tensor],
+    inputs: Sequence[Tensor],
     tiles: int,
     modules: Sequence[nn.Module],
     *,
     dim: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """Return `compute(*inputs)`, with the shape of the first input, computed in `tiles` parts of a dimension.
 
     A DTensor is split within each rank. All ranks must have the same number of positions, so that collectives of the
@@ -97,8 +97,8 @@ class _Save(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, saved: list[Any], _needs_gradient: torch.Tensor, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, saved: list[Any], _needs_gradient: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*inputs)
         saved.append(ctx)
         views = tuple(x.view_as(x) for x in inputs)
@@ -106,7 +106,7 @@ class _Save(torch.autograd.Function):
         return views
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, None, *grads
 
 
@@ -124,8 +124,8 @@ class _Tiles(torch.autograd.Function):
         modules: Sequence[nn.Module],
         saved: Any,
         count: int,
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
+        *tensors: Tensor,
+    ) -> Tensor:
         ctx.compute = compute
         ctx.split = split
         ctx.modules = modules
@@ -140,19 +140,19 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         inputs = ctx.saved.saved_tensors
         trained = _trained(ctx.modules)
         input_gradients = [
             torch.empty_like(x) if x.is_floating_point() else None for x in inputs
         ]
         float_gradients = [x for x in input_gradients if x is not None]
-        sums: list[torch.Tensor] = []
+        sums: list[Tensor] = []
 
         def add(
-            grad: torch.Tensor,
-            parts: Sequence[torch.Tensor],
-            part_gradients: Sequence[torch.Tensor],
+            grad: Tensor,
+            parts: Sequence[Tensor],
+            part_gradients: Sequence[Tensor],
         ) -> None:
             parts = [x.detach().requires_grad_(x.is_floating_point()) for x in parts]
             _mark_uneven(parts, inputs[0], ctx.split)
@@ -179,9 +179,7 @@ class _Tiles(torch.autograd.Function):
         return None, None, None, None, None, *input_gradients, *gradients
 
 
-def _mark_uneven(
-    parts: Sequence[torch.Tensor], whole: torch.Tensor, split: tuple[int, int]
-) -> None:
+def _mark_uneven(parts: Sequence[Tensor], whole: Tensor, split: tuple[int, int]) -> None:
     """Let one compiled graph serve parts that differ in their number of positions."""
     tiles, dim = split
     if whole.shape[dim] % tiles:

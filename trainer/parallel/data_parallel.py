@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -236,7 +236,7 @@ class OverGroup:
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return an uninitialised buffer.
 
         Args:
@@ -255,8 +255,8 @@ class OverGroup:
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         **settings: Any,
     ) -> dist.Work | None:
@@ -305,7 +305,7 @@ def reduce_across_replicas(model: nn.Module, now: bool) -> None:
 class _Held:
     """A tensor in an object, so that FSDP does not find it."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
@@ -321,7 +321,7 @@ def keep_on_host(model: nn.Module, *names: str) -> None:
         _module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         return args, {
-            name: _Held(x) if name in names and isinstance(x, torch.Tensor) else x
+            name: _Held(x) if name in names and isinstance(x, Tensor) else x
             for name, x in kwargs.items()
         }
 

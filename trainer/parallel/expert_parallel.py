@@ -26,7 +26,7 @@ from types import MethodType
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module
@@ -40,9 +40,9 @@ from trainer.parallel.data_parallel import REDUCE_SCATTER, InnerUnits
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.tensor_parallel import shard_rows
 
-Tensors = Sequence[torch.Tensor]
-Meanwhile = Callable[[], torch.Tensor | None]
-Sums = tuple[torch.Tensor, torch.Tensor | None]
+Tensors = Sequence[Tensor]
+Meanwhile = Callable[[], Tensor | None]
+Sums = tuple[Tensor, Tensor | None]
 """Weighted sums of experts, and the result of `meanwhile`."""
 
 
@@ -58,7 +58,7 @@ class ExpertParallel(ParallelStyle):
         group = device_mesh.get_group()
 
         def forward(
-            self: nn.Module, *tokens: torch.Tensor, meanwhile: Meanwhile = lambda: None
+            self: nn.Module, *tokens: Tensor, meanwhile: Meanwhile = lambda: None
         ) -> Sums:
             parameters = {
                 name: w.to_local() for name, w in self.named_parameters(recurse=False)
@@ -98,10 +98,10 @@ def expert_units(
 
 
 def dispatched_sums(
-    x: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-    sums: Callable[..., torch.Tensor],
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    sums: Callable[..., Tensor],
     plan: "DispatchPlan",
     meanwhile: Meanwhile = lambda: None,
 ) -> Sums:
@@ -138,8 +138,8 @@ class DispatchPlan:
     """
 
     tokens: int
-    places: torch.Tensor
-    peers: torch.Tensor
+    places: Tensor
+    peers: Tensor
     sent: tuple[int, ...]
     """Number of tokens that are sent to each rank."""
     received: tuple[int, ...]
@@ -151,9 +151,7 @@ class DispatchPlan:
 class Routing:
     """Reads on the host how many tokens have chosen which experts. A trace has a routing without values."""
 
-    def plan(
-        self, chosen: torch.Tensor, experts: int, group: dist.ProcessGroup
-    ) -> DispatchPlan:
+    def plan(self, chosen: Tensor, experts: int, group: dist.ProcessGroup) -> DispatchPlan:
         """Return the plan of one forward. A collective, and one reading by the host.
 
         Args:
@@ -185,7 +183,7 @@ class Routing:
             group,
         )
 
-    def pairs(self, owner: torch.Tensor, experts: int) -> list[int]:
+    def pairs(self, owner: Tensor, experts: int) -> list[int]:
         """Return how many pairs each expert has; the host waits for it.
 
         Args:
@@ -259,15 +257,15 @@ class _Arrived(torch.autograd.Function):
         )  # for autograd alone; the exchange sends the tokens' gradients
 
 
-def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
+def _combined(sums: Tensor, plan: DispatchPlan) -> Tensor:
     """Return the sums of this rank's tokens from the sums at the experts of all ranks."""
 
-    def combine(sums: torch.Tensor) -> torch.Tensor:
+    def combine(sums: Tensor) -> Tensor:
         (arrived,), pending = _start_exchange([sums], plan, "expert_combine", back=True)
         pending.wait()
         return added_rows(arrived, plan.places, plan.tokens)
 
-    def dispatch(dout: torch.Tensor) -> torch.Tensor:
+    def dispatch(dout: Tensor) -> Tensor:
         kind = "expert_combine_backward"
         (drows,), pending = _start_exchange([dout[plan.places]], plan, kind)
         pending.wait()
@@ -278,7 +276,7 @@ def _combined(sums: torch.Tensor, plan: DispatchPlan) -> torch.Tensor:
 
 def _start_exchange(
     tensors: Tensors, plan: DispatchPlan, kind: str, *, back: bool = False
-) -> tuple[list[torch.Tensor], Pending]:
+) -> tuple[list[Tensor], Pending]:
     """Start sending rows of several tensors, (T, C) each, side by side, as bytes.
 
     Returns views of the arriving rows, and a handle. back: from the experts to the ranks of the tokens.

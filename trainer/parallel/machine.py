@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from longshard.context.execution.kernels.choose import GPU_KERNELS, GpuKernels
@@ -23,7 +23,7 @@ class Machine:
         """
         return record_function(name)
 
-    def host_like(self, tensor: torch.Tensor, device_type: str, key: str) -> torch.Tensor:
+    def host_like(self, tensor: Tensor, device_type: str, key: str) -> Tensor:
         """Return host memory for a tensor. For a GPU it is page-locked; otherwise copies would not overlap.
 
         Args:

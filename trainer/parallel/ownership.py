@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
 from longshard.sharding.exchange import Pending, all_to_all
@@ -163,7 +164,7 @@ class Owners:
 
     def __init__(
         self,
-        parameters: Mapping[torch.Tensor, tuple[Ranges, ...]],
+        parameters: Mapping[Tensor, tuple[Ranges, ...]],
         group: dist.ProcessGroup,
         *,
         dtype: torch.dtype,
@@ -182,8 +183,8 @@ class Owners:
         """The same number of rounds, with the same matrices, on every rank."""
 
     def gather(
-        self, this: RankRound, part: Callable[[int, Range], torch.Tensor]
-    ) -> Callable[[], torch.Tensor]:
+        self, this: RankRound, part: Callable[[int, Range], Tensor]
+    ) -> Callable[[], Tensor]:
         """Start sending this rank's pieces of matrices to their owners. A collective.
 
         Args:
@@ -193,7 +194,7 @@ class Owners:
         Returns:
             A function that waits, and returns the matrices that this rank owns, (number, rows, columns).
         """
-        sent: dict[int, list[torch.Tensor]] = defaultdict(list)
+        sent: dict[int, list[Tensor]] = defaultdict(list)
         for matrix, piece in this.local:
             if matrix.sender(piece) == self._rank:
                 sent[matrix.owner] += [
@@ -201,7 +202,7 @@ class Owners:
                 ]
         wait_for = self._exchange(sent, this.sources, this.gathers)
 
-        def wait() -> torch.Tensor:
+        def wait() -> Tensor:
             blocks = wait_for()
             whole = torch.empty(len(this.owned), this.rows, this.columns, **self._settings)
             for rank in sorted(this.sources):
@@ -213,8 +214,8 @@ class Owners:
         return wait
 
     def give_back(
-        self, this: RankRound, results: torch.Tensor
-    ) -> Callable[[], Iterator[tuple[Matrix, Range, torch.Tensor]]]:
+        self, this: RankRound, results: Tensor
+    ) -> Callable[[], Iterator[tuple[Matrix, Range, Tensor]]]:
         """Start sending results to all ranks that have the rows, also replicas. A collective.
 
         Args:
@@ -224,7 +225,7 @@ class Owners:
         Returns:
             A function that waits, and yields this rank's blocks: (matrix, rows of its parameter's shard, their values).
         """
-        sent: dict[int, list[torch.Tensor]] = defaultdict(list)
+        sent: dict[int, list[Tensor]] = defaultdict(list)
         for result, matrix in zip(results, this.owned, strict=True):
             for piece in matrix.pieces:
                 blocks = [
@@ -235,7 +236,7 @@ class Owners:
                     sent[rank] += blocks
         wait_for = self._exchange(sent, this.homes, this.returns)
 
-        def wait() -> Iterator[tuple[Matrix, Range, torch.Tensor]]:
+        def wait() -> Iterator[tuple[Matrix, Range, Tensor]]:
             blocks = wait_for()
             for rank in sorted(this.homes):
                 for matrix, piece in this.homes[rank]:
@@ -246,10 +247,10 @@ class Owners:
 
     def _exchange(
         self,
-        sent: Mapping[int, list[torch.Tensor]],
+        sent: Mapping[int, list[Tensor]],
         arriving: Mapping[int, list[tuple[Any, Piece]]],
         moves: bool,
-    ) -> Callable[[], Iterator[torch.Tensor]]:
+    ) -> Callable[[], Iterator[Tensor]]:
         """Start the exchange of blocks by rank. The result waits, and yields the arrived blocks, by rank.
 
         moves: whether any rank of the group sends something to another rank; it is the same on every rank.
@@ -265,7 +266,7 @@ class Owners:
             wanted = [sum(piece.elements for _, piece in arriving.get(r, ())) for r in ranks]
             received, pending = all_to_all(received, sizes, wanted, self._group, kind="owners")
 
-        def wait() -> Iterator[torch.Tensor]:
+        def wait() -> Iterator[Tensor]:
             pending.wait()
             shapes = [
                 shape
@@ -325,9 +326,7 @@ def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
     )
 
 
-def _boxes(
-    parameter: torch.Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxes]
-) -> Boxes:
+def _boxes(parameter: Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxes]) -> Boxes:
     """Return the boxes of a parameter, each with the indices in `ranks` of the ranks that hold it.
 
     `known` keeps results by shape, mesh and placements. Raises ValueError if the parameter is on other ranks.
@@ -355,7 +354,7 @@ def _boxes(
     return known[key]
 
 
-def rows_here(parameter: torch.Tensor) -> Ranges:
+def rows_here(parameter: Tensor) -> Ranges:
     """Return the rows of a parameter that this rank has, in order.
 
     Args:

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -24,7 +24,7 @@ from trainer.job.pipeline_stages import PipelinePlan
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")  # a rank has the first and the last stage
 
-LossFunction = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+LossFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ class Pipeline:
 
     def step(
         self,
-        tokens: torch.Tensor,
-        labels: torch.Tensor,
+        tokens: Tensor,
+        labels: Tensor,
         loss: LossFunction,
-        **per_sequence: torch.Tensor | None,
+        **per_sequence: Tensor | None,
     ) -> None:
         """Run forward and backward of the whole batch, and add to the gradients. A collective over the pipeline.
 
@@ -117,9 +117,7 @@ class Pipeline:
                 # otherwise gradients of received tensors stay in memory until the next step
                 stage.clear_runtime_states()
 
-    def __call__(
-        self, tokens: torch.Tensor, **arguments: torch.Tensor | None
-    ) -> torch.Tensor | None:
+    def __call__(self, tokens: Tensor, **arguments: Tensor | None) -> Tensor | None:
         """Run the forward of a batch through all stages, one after another; return the last stage's hidden states.
 
         Returns None on the ranks without the last stage. Gradients are off. Hidden states are sent in the order of the

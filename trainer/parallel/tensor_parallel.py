@@ -7,8 +7,7 @@ the whole sequence and a part of the heads or of the hidden dimension (Korthikan
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -101,7 +100,7 @@ class Replicated(ParallelStyle):
         self._is_local = is_local
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def local(_part: nn.Module, x: DTensor, _mesh: DeviceMesh) -> torch.Tensor:
+        def local(_part: nn.Module, x: DTensor, _mesh: DeviceMesh) -> Tensor:
             return x.to_local(grad_placements=[Partial()])
 
         return distribute_module(
@@ -118,7 +117,7 @@ class OwnPositions(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rank = device_mesh.get_local_rank()
 
-        def own(_part: nn.Module, inputs: tuple[torch.Tensor, torch.Tensor | None]) -> tuple:
+        def own(_part: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple:
             x, positions = inputs
             rows = x.shape[1]
             return x, None if positions is None else positions[
@@ -133,7 +132,7 @@ class Gathered(ParallelStyle):
     """Style for an identity of (B, S / tp, dim): each rank gets the whole sequence, and uses it for its own heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(part: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        def gather(part: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
             return _gathered(part, inputs, device_mesh).to_local(grad_placements=[Partial()])
 
         module.register_forward_pre_hook(gather)
@@ -147,9 +146,7 @@ class ShardedNorm(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def sharded(
-            _part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh
-        ) -> DTensor:
+        def sharded(_part: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
             return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
 
         return distribute_module(
@@ -171,7 +168,7 @@ class VocabularyParallel(ParallelStyle):
         return distribute_module(module, device_mesh, shard_rows, input_fn=_gathered)
 
 
-def _gathered(_part: nn.Module, inputs: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> DTensor:
+def _gathered(_part: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
     """Return (B, S / tp, dim), the input of a module, with the whole sequence."""
     return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(
         mesh, [Replicate()]

@@ -4,9 +4,10 @@ import mmap
 import weakref
 
 import torch
+from torch import Tensor
 
 
-def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tensor:
+def page_locked_like(tensor: Tensor, key: str, advice: str) -> Tensor:
     """Return page-locked host memory for a tensor. It stays locked as long as the returned object lives.
 
     It is allocated by the system: PyTorch's allocator of page-locked memory takes the next power of two.
@@ -33,7 +34,7 @@ def page_locked_like(tensor: torch.Tensor, key: str, advice: str) -> torch.Tenso
     return buffer
 
 
-def system_memory_like(tensor: torch.Tensor) -> torch.Tensor:
+def system_memory_like(tensor: Tensor) -> Tensor:
     """Return host memory for a tensor, with its shape, dtype and order of elements.
 
     Args:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from longshard.sharding.exchange import all_reduce
 from trainer.components.loss import token_losses, whole_logits, whole_sequence
@@ -72,7 +72,7 @@ class Evaluation:
         places = list(pairwise(edges))
         sums = self.dims.zeros(len(places), 2)
 
-        def measure(part: Decoder, hidden: torch.Tensor, share: RankInputs) -> None:
+        def measure(part: Decoder, hidden: Tensor, share: RankInputs) -> None:
             losses = self.task.losses(part, hidden, share.targets).double()
             positions = share.arguments["positions"]  # of the tokens of this rank
             for number, (first, last) in enumerate(places):
@@ -112,7 +112,7 @@ class Evaluation:
         """
         most = max(prompt.answer_tokens for prompt in prompts)
         numbers: list[list[int]] = []
-        rows: list[torch.Tensor] = []
+        rows: list[Tensor] = []
 
         def batches() -> Iterator[TextBatch]:
             for local_numbers, arrays in own_batches(
@@ -121,7 +121,7 @@ class Evaluation:
                 numbers.append(local_numbers)
                 yield self._batch(arrays)
 
-        def measure(part: Decoder, hidden: torch.Tensor, share: RankInputs) -> None:
+        def measure(part: Decoder, hidden: Tensor, share: RankInputs) -> None:
             rows.append(answered(part, hidden, share.targets, most, self.dims))
 
         forward_only(self.task, [self.model], None, batches(), measure)
@@ -140,14 +140,14 @@ class Evaluation:
         # then context parallelism cuts the positions, and each rank knows the positions of its tokens
         return tensors_of(arrays) | {"uses_positions": True}
 
-    def _total(self, sums: torch.Tensor) -> torch.Tensor:
+    def _total(self, sums: Tensor) -> Tensor:
         """Sum over all ranks. Ranks of one tensor-parallel group have equal sums, so each counts 1 / tp of them."""
         return all_reduce(sums / self.dims.size("tp"), self.dims["world"])
 
 
 def answered(
-    part: Decoder, hidden: torch.Tensor, targets: torch.Tensor, most: int, dims: ParallelDims
-) -> torch.Tensor:
+    part: Decoder, hidden: Tensor, targets: Tensor, most: int, dims: ParallelDims
+) -> Tensor:
     """Count the correct tokens of each answer, and add up the losses of its tokens.
 
     Args:

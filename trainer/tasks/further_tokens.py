@@ -11,6 +11,7 @@ another rank or in another chunk, but never in another document.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.tensors import with_adjoint
@@ -35,7 +36,7 @@ class FurtherTokens(Totals):
         self.factors = (1.0, *[weight / layers] * layers)
         """Gradient factors: 1 for the next token, weight / layers for each further token."""
 
-    def count(self, losses: torch.Tensor, labels: torch.Tensor) -> None:
+    def count(self, losses: Tensor, labels: Tensor) -> None:
         """Add the losses of further tokens, and the number of their labels, to the totals of the step.
 
         Args:
@@ -65,8 +66,8 @@ class FurtherTokens(Totals):
 
 
 def further_targets(
-    tokens: torch.Tensor, labels: torch.Tensor, documents: torch.Tensor, layers: int
-) -> dict[str, torch.Tensor]:
+    tokens: Tensor, labels: Tensor, documents: Tensor, layers: int
+) -> dict[str, Tensor]:
     """Compute the inputs and labels of the layers that predict further tokens, from whole sequences.
 
     Args:
@@ -91,12 +92,12 @@ def further_targets(
     }
 
 
-def _shifted(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
+def _shifted(x: Tensor, distance: int, fill: int) -> Tensor:
     """Shift x, (B, S), left by `distance` positions; fill the end with `fill`."""
     return F.pad(x[:, distance:], (0, min(distance, x.shape[1])), value=fill)
 
 
-def first_losses(x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+def first_losses(x: Tensor, factors: tuple[float, ...]) -> Tensor:
     """Return the next token's losses, (B, S). The backward sends the gradient to all 1 + K losses, times their factors.
 
     If all factors are 1, a gradient that is one expanded number stays one: from this, the loss in chunks knows that
@@ -107,7 +108,7 @@ def first_losses(x: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
         factors: The 1 + K factors of the gradients.
     """
 
-    def adjoint(gradient: torch.Tensor) -> torch.Tensor:
+    def adjoint(gradient: Tensor) -> Tensor:
         gradients = gradient.expand(len(factors), *gradient.shape)
         if set(factors) == {1.0}:
             return gradients

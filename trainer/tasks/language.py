@@ -12,6 +12,7 @@ from math import gcd
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from longshard.context.execution.chunks import KeptTensor, OnDevice
 from longshard.context.hooks import AttentionHooks, ScoreFunction, Scores
@@ -70,7 +71,7 @@ class LanguageTask:
             self.further = FurtherTokens(
                 job.config.model.mtp_layers, job.config.training.mtp_loss_weight, dims
             )
-        self.keep_rows: Callable[[torch.Tensor], KeptTensor] = OnDevice
+        self.keep_rows: Callable[[Tensor], KeptTensor] = OnDevice
         """Keeps the keys and values of a chunk until a later chunk needs them: on the device or in host memory."""
         if job.config.training.sequence_chunks_offload:
             inputs = HostInputs(
@@ -158,7 +159,7 @@ class LanguageTask:
     batch_hash = staticmethod(batch_hash)
     """The hash of a batch that its ranks compare."""
 
-    def counts(self, batch: TextBatch) -> torch.Tensor:
+    def counts(self, batch: TextBatch) -> Tensor:
         """Return the number of labels of each whole sequence, (B,), int64, on the device.
 
         Args:
@@ -174,9 +175,7 @@ class LanguageTask:
         """
         return batch["tokens"].numel() - batch.get("padding", 0)
 
-    def losses(
-        self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
+    def losses(self, part: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each next token of this rank, (B, S / cp). Its backward also trains further tokens.
 
         Args:
@@ -190,9 +189,7 @@ class LanguageTask:
             return part.output(hidden, labels=targets)
         return self.token_losses(part.output(hidden), targets)
 
-    def _losses_of_further(
-        self, part: Decoder, hidden: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def _losses_of_further(self, part: Decoder, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the next token's losses. Their backward also gives the gradients of further tokens.
 
         labels: (1 + K, B, S).
@@ -290,7 +287,7 @@ class LanguageTask:
         plan: BatchPlan | None,
         model_parts: Sequence[Decoder],
         scores: Scores | None,
-    ) -> Iterator[torch.Tensor | None]:
+    ) -> Iterator[Tensor | None]:
         """Cut the sequences over context-parallel ranks, in place, while the context is open.
 
         Args:
@@ -329,7 +326,7 @@ class LanguageTask:
             yield cp.attention_plan
 
 
-def _padding(batch: TextBatch) -> torch.Tensor | None:
+def _padding(batch: TextBatch) -> Tensor | None:
     """Return where a batch of whole sequences has padding, (B, S), bool. None without padding."""
     padding = batch["positions"] == NO_POSITION
     return padding if padding.any() else None

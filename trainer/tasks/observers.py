@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import gcd
 
 import torch
+from torch import Tensor
 
 from longshard.sharding.exchange import all_reduce
 from trainer.data.loader import TextBatch
@@ -27,7 +28,7 @@ class Totals(Observer):
         self._totals = dims.zeros(2, columns)
         self._step_totals = torch.zeros_like(self._totals)
 
-    def end_step(self, left_out: torch.Tensor) -> None:
+    def end_step(self, left_out: Tensor) -> None:
         """Add the step's totals to the totals of the logged interval, unless the step is skipped.
 
         Args:
@@ -59,7 +60,7 @@ class Padding(Observer):
         """
         self._step_totals += batch.get("padding", 0)
 
-    def end_step(self, left_out: torch.Tensor) -> None:
+    def end_step(self, left_out: Tensor) -> None:
         """Keep the step's count for `record`.
 
         Args:
@@ -92,7 +93,7 @@ class SourceLosses(Totals):
         self._names = names
         self._seq_len = seq_len
 
-    def losses(self, batch: TextBatch, losses: torch.Tensor) -> None:
+    def losses(self, batch: TextBatch, losses: Tensor) -> None:
         """Add a micro-batch.
 
         Args:

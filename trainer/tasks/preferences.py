@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longshard.context.hooks import ScoreFunction
 from longshard.sharding.exchange import all_reduce
@@ -79,7 +80,7 @@ class PreferenceTask(LanguageTask):
         """Return the observers of text, and the rewards."""
         return [*super().observers(), self._rewards]
 
-    def counts(self, batch: TextBatch) -> torch.Tensor:
+    def counts(self, batch: TextBatch) -> Tensor:
         """Return the number of pairs of each sequence, (B,), int64, on the device.
 
         Args:
@@ -117,7 +118,7 @@ class PreferenceTask(LanguageTask):
             )
 
     @torch.no_grad()
-    def _reference_losses(self, share: RankInputs) -> torch.Tensor:
+    def _reference_losses(self, share: RankInputs) -> Tensor:
         """Return the loss of each token under the reference: (B, S / cp); zeros on ranks without the output."""
         copied = reference_of(self.config) == "copy"
         with nullcontext() if copied else without_adapters(self._reference):
@@ -129,9 +130,7 @@ class PreferenceTask(LanguageTask):
         reshard(self._reference)
         return losses
 
-    def losses(
-        self, part: Decoder, hidden: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
+    def losses(self, part: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return this rank's share of the loss of each sequence, (B, 1), float64.
 
         Args:
@@ -155,7 +154,7 @@ class PreferenceTask(LanguageTask):
         return share * (losses * exists).sum(1, keepdim=True)
 
 
-def pairs_of(batch: TextBatch) -> torch.Tensor:
+def pairs_of(batch: TextBatch) -> Tensor:
     """Return the number of pairs of each whole sequence, (B,), int64.
 
     Padding counts as a document after the last pair, so an odd document is left out.
@@ -166,9 +165,7 @@ def pairs_of(batch: TextBatch) -> torch.Tensor:
     return (batch["document_ids"].max(1).values + 1) // 2
 
 
-def sums_of_documents(
-    per_token: torch.Tensor, documents: torch.Tensor, number: int
-) -> torch.Tensor:
+def sums_of_documents(per_token: Tensor, documents: Tensor, number: int) -> Tensor:
     """Return the sums over the tokens of each document: (B, S, C) -> (B, number, C).
 
     Args:
@@ -189,9 +186,7 @@ def sums_of_documents(
     return sums.view(rows, number, columns)
 
 
-def pair_losses(
-    sums: torch.Tensor, dpo: DPO
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def pair_losses(sums: Tensor, dpo: DPO) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the loss of each pair.
 
     Args:
@@ -228,7 +223,7 @@ class Rewards(Observer):
         self._sums = dims.zeros(4)
         self._step_sums = self._sums
 
-    def add(self, rewards: torch.Tensor, exists: torch.Tensor) -> None:
+    def add(self, rewards: Tensor, exists: Tensor) -> None:
         """Add the pairs of a forward.
 
         Args:
@@ -245,7 +240,7 @@ class Rewards(Observer):
         ]
         self._step_sums = self._step_sums + torch.stack(sums)
 
-    def end_step(self, left_out: torch.Tensor) -> None:
+    def end_step(self, left_out: Tensor) -> None:
         """Keep the step's sums for `record`.
 
         Args:

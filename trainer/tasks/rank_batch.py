@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from longshard.sharding.tensors import to_device
 from trainer.tasks.task import RankInputs
@@ -27,21 +28,21 @@ class RankBatch:
         columns: Tensors of shape (B, S), or (B, S, K) for K further tokens; `sources` may be (B,).
     """
 
-    columns: Mapping[str, torch.Tensor]
+    columns: Mapping[str, Tensor]
 
     @property
-    def per_token(self) -> list[torch.Tensor]:
+    def per_token(self) -> list[Tensor]:
         """Return the columns that have a value for each token, tokens first."""
         return [x for x in self.columns.values() if x.ndim > 1]
 
     @property
-    def targets(self) -> torch.Tensor:
+    def targets(self) -> Tensor:
         """Return the labels, (B, S). With K further tokens: labels, then the further labels, (B, S, 1 + K)."""
         labels = self.columns["labels"]
         further = self.columns.get("next_labels")
         return labels if further is None else torch.cat([labels[..., None], further], -1)
 
-    def with_columns(self, **columns: torch.Tensor) -> "RankBatch":
+    def with_columns(self, **columns: Tensor) -> "RankBatch":
         """Return a record with additional columns.
 
         Args:
@@ -67,7 +68,7 @@ class RankBatch:
         parts = zip(*(x.split(list(sizes), 1) for x in self.per_token), strict=True)
         return [RankBatch(dict(zip(names, part, strict=True))) for part in parts]
 
-    def inputs(self, plan: torch.Tensor | None) -> RankInputs:
+    def inputs(self, plan: Tensor | None) -> RankInputs:
         """Return the inputs of the model and of its losses.
 
         Args:
@@ -79,7 +80,7 @@ class RankBatch:
         return RankInputs(self.columns["tokens"], arguments, self.targets, batch=self.columns)
 
 
-def token_numbers(sequences: Sequence[int], length: int) -> torch.Tensor:
+def token_numbers(sequences: Sequence[int], length: int) -> Tensor:
     """Return the number of each token in the whole run, (B, length), int64.
 
     Args:

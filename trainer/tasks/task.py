@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from longshard.sharding.exchange import all_gather, has_peers
 from trainer.components.step_outcome import TrainingError
@@ -33,7 +34,7 @@ class RankInputs(NamedTuple):
     """
 
     inputs: Any
-    arguments: Mapping[str, torch.Tensor | None]
+    arguments: Mapping[str, Tensor | None]
     targets: Any
     chunks: tuple["RankInputs", ...] = ()
     batch: Mapping[str, Any] = MappingProxyType({})
@@ -64,7 +65,7 @@ class Task(Protocol):
             batch: A batch of this task.
         """
 
-    def counts(self, batch: Batch) -> torch.Tensor:
+    def counts(self, batch: Batch) -> Tensor:
         """Return the number of positions with a target in each whole sample, (B,), int64.
 
         Args:
@@ -93,7 +94,7 @@ class Task(Protocol):
             A context manager that yields this rank's part of the batch.
         """
 
-    def losses(self, part: Model, hidden: Any, targets: Any) -> torch.Tensor:
+    def losses(self, part: Model, hidden: Any, targets: Any) -> Tensor:
         """Return the loss of each position of this rank, (B, positions), in float32 or wider.
 
         Args:

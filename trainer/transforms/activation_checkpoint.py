@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -145,7 +144,7 @@ _experts_keeping_inputs = _checkpointed("with_experts")
 
 
 def _contexts_with_attention_on_host(
-    keep: Callable[[int, torch.Tensor], Any],
+    keep: Callable[[int, Tensor], Any],
 ) -> tuple[Any, Any]:
     """Return the contexts of the forward and of its repetition, for selective checkpointing.
 
@@ -172,7 +171,7 @@ class _AttentionOnHost(TorchDispatchMode):
     def __init__(
         self,
         results: list[list[Callable[[], Any]]],
-        keep: Callable[[int, torch.Tensor], Any] | None,
+        keep: Callable[[int, Tensor], Any] | None,
     ) -> None:
         super().__init__()
         self._results = results
@@ -192,7 +191,7 @@ class _AttentionOnHost(TorchDispatchMode):
         return out
 
     def _kept(self, number: int, x: Any) -> Callable[[], Any]:
-        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 2:
+        if isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2:
             return self._keep(number, x.detach()).take
         return lambda: x
 

@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.sharding.forward import replace_forward
@@ -101,7 +101,7 @@ def compiled_loss(loss: F, options: CompileOptions) -> F:
     return _compiled(loss, options) if options.loss else loss
 
 
-def rows_vary(*tensors: torch.Tensor, dim: int = 0) -> None:
+def rows_vary(*tensors: Tensor, dim: int = 0) -> None:
     """Mark the rows of these tensors as dynamic, so that one graph serves all numbers of rows.
 
     Args:
@@ -247,9 +247,7 @@ def compiled_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-def _wait_inside_autograd(
-    _module: nn.Module, _args: object, output: torch.Tensor
-) -> torch.Tensor:
+def _wait_inside_autograd(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
     """Turn an asynchronous result into a plain tensor, by an operator that autograd records.
 
     A compiled block would unwrap it without autograd: under FSDP the gradient of a tensor-parallel embedding is then

@@ -11,7 +11,7 @@ from dataclasses import replace
 from types import ModuleType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trainer.config.errors import ConfigError
@@ -64,7 +64,7 @@ def precompute_scales(model: nn.Module, config: JobConfig) -> None:
         _torchao().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def without_float8_cast(tensor: torch.Tensor) -> torch.Tensor:
+def without_float8_cast(tensor: Tensor) -> Tensor:
     """Return a weight without the wrapper for float8 all-gathers, in the same memory.
 
     Checkpoints use it: a file of the wrapped weight could be read only with torchao installed.

@@ -19,7 +19,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from longshard.sharding.forward import replace_forward
@@ -42,9 +42,7 @@ class Dropout:
     key: int
     share: float
 
-    def factors(
-        self, token_numbers: torch.Tensor, features: range, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def factors(self, token_numbers: Tensor, features: range, dtype: torch.dtype) -> Tensor:
         """Return the factor of each feature of each token, (B, S, features).
 
         Args:
@@ -118,9 +116,7 @@ def without_adapters(model_parts: Iterable[nn.Module]) -> Iterator[None]:
             module.adapters_on = True
 
 
-def merged(
-    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, settings: LoRA
-) -> torch.Tensor:
+def merged(weight: Tensor, a: Tensor, b: Tensor, settings: LoRA) -> Tensor:
     """Return W + scale B A, for whole tensors or for each expert, in float32 or wider.
 
     Args:
@@ -142,7 +138,7 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def init_adapter(name: str, parameter: torch.Tensor, generator: torch.Generator) -> None:
+def init_adapter(name: str, parameter: Tensor, generator: torch.Generator) -> None:
     """Draw A uniformly, with a variance of 1 / (3 inputs), and set B to zero, so that training starts from W.
 
     Args:
@@ -187,12 +183,10 @@ def _adapt_stacked(module: nn.Module, name: str, rank: int) -> None:
     module.adapters_on = True
 
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+Linear = Callable[[Tensor], Tensor]
 
 
-def _without_adapter(
-    linear: Linear, x: torch.Tensor, token_numbers: torch.Tensor | None = None
-) -> torch.Tensor:
+def _without_adapter(linear: Linear, x: Tensor, token_numbers: Tensor | None = None) -> Tensor:
     return linear(x)
 
 
@@ -202,9 +196,9 @@ def _adapted(
     scale: float,
     dropout: Dropout,
     over_inputs: bool,
-    x: torch.Tensor,
-    token_numbers: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor,
+    token_numbers: Tensor | None = None,
+) -> Tensor:
     """Return the output with the adapter.
 
     over_inputs: each rank has a part of the inputs; the result is a partial sum over ranks, like W x.

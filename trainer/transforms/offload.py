@@ -28,7 +28,7 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -57,7 +57,7 @@ class CopyStream:
         self._machine = machine
         self._stream = None if device_type == "cpu" else torch.Stream(self._device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Any:
+    def copy(self, target: Tensor, source: Tensor) -> Any:
         """Queue a copy after all work that the current stream has queued so far.
 
         Args:
@@ -86,7 +86,7 @@ class CopyStream:
             stream, event = copied
             stream.wait_event(event)
 
-    def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
+    def host_like(self, tensor: Tensor) -> Tensor:
         """Return host memory for a tensor. For a GPU it is page-locked; otherwise copies would not overlap.
 
         Args:
@@ -97,7 +97,7 @@ class CopyStream:
         """
         return self._machine.host_like(tensor, self._device.type, self._key)
 
-    def device_like(self, buffer: torch.Tensor) -> torch.Tensor:
+    def device_like(self, buffer: Tensor) -> Tensor:
         """Return memory on the device for the contents of a buffer.
 
         Args:
@@ -289,21 +289,21 @@ def apply_offload(
 def _offloading(
     block: nn.Module,
     inputs: HostInputs,
-    keep: Callable[[torch.Tensor], Any],
+    keep: Callable[[Tensor], Any],
     *,
     runs_again: bool,
 ) -> Callable[..., Any]:
     forward = block.forward
 
     @wraps(forward)
-    def offloading(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def offloading(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(x, *args, **kwargs)
         # both lists are emptied after the forward: autograd holds `pack` until the backward
         block_input = [x]
         kept = []
 
-        def pack(tensor: torch.Tensor) -> Any:
+        def pack(tensor: Tensor) -> Any:
             if not _is_same(tensor, block_input[0]):
                 return tensor
             if not kept:
@@ -327,11 +327,11 @@ def _offloading(
     return offloading
 
 
-def _take(kept: Any) -> torch.Tensor:
+def _take(kept: Any) -> Tensor:
     return kept.take() if isinstance(kept, KeptInput | RecomputedInput) else kept
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same elements of the same memory."""
     place = [
         (StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from longshard.context.execution.kernels.base import OutLse, Terms
 from longshard.context.execution.ring import StagedExecution
@@ -26,10 +27,10 @@ from longshard.sharding.rows import put_rows
 class KeptTensor(Protocol):
     """A tensor that waits, on the device or on the host."""
 
-    def fetch(self) -> torch.Tensor:
+    def fetch(self) -> Tensor:
         """Return the tensor that `take` returns, and begin to copy it to the device; read it after `take`."""
 
-    def take(self) -> torch.Tensor:
+    def take(self) -> Tensor:
         """Return it on the device once it is there; may be called again."""
 
 
@@ -40,9 +41,9 @@ class OnDevice(NamedTuple):
         tensor: The tensor.
     """
 
-    tensor: torch.Tensor
+    tensor: Tensor
 
-    def fetch(self) -> torch.Tensor:
+    def fetch(self) -> Tensor:
         """Return the tensor."""
         return self.tensor
 
@@ -61,11 +62,11 @@ class ChunkRows:
         gradients: The sums of their gradients.
     """
 
-    keep: Callable[[torch.Tensor], KeptTensor] = OnDevice
+    keep: Callable[[Tensor], KeptTensor] = OnDevice
     rows: dict[tuple[int, int], tuple[Offsets, KeptTensor]] = field(default_factory=dict)
     gradients: dict[tuple[int, int], KeptTensor] = field(default_factory=dict)
 
-    def add(self, key: tuple[int, int], ranges: Ranges, gradient: torch.Tensor) -> None:
+    def add(self, key: tuple[int, int], ranges: Ranges, gradient: Tensor) -> None:
         """Add the gradients of some rows of a chunk.
 
         Args:
@@ -99,7 +100,7 @@ class ChunkExecution(StagedExecution):
     waiting: ChunkRows = field(default_factory=ChunkRows)
     layer: int = 0
 
-    def forward(self, *qkv: torch.Tensor, terms: Terms) -> OutLse:
+    def forward(self, *qkv: Tensor, terms: Terms) -> OutLse:
         """Return the output and the log-sum-exp; keep the rows of this chunk that later chunks see, if not done yet.
 
         Args:
@@ -138,7 +139,7 @@ class ChunkExecution(StagedExecution):
 
         return Held(*unpack(rows), rows, stage.places), Pending(kept=[source], arrived=arrived)
 
-    def _return_gradients(self, item: Item, gradient: torch.Tensor) -> Returning:
+    def _return_gradients(self, item: Item, gradient: Tensor) -> Returning:
         """Add to the gradients of an earlier chunk; add the gradients from later chunks to this chunk's own."""
         for message in item.stage.home:
             self.waiting.add((self.layer, message.target), message.ranges, gradient)

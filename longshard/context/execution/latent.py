@@ -12,12 +12,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 EXPANDED_BYTES = 1 << 30
 """The most bytes of keys and values that are computed at a time. At least one head is computed at a time."""
 
 
-def value_dim(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> int:
+def value_dim(q: Tensor, latent: Tensor, up: Tensor) -> int:
     """Return V.
 
     Args:
@@ -28,9 +29,7 @@ def value_dim(q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor) -> int:
     return up.shape[1] + latent.shape[3] - up.shape[2] - q.shape[3]
 
 
-def expanded(
-    latent: torch.Tensor, up: torch.Tensor, key_dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def expanded(latent: Tensor, up: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys, (B, H, T, N + P), and values, (B, H, T, V).
 
     Args:
@@ -45,9 +44,7 @@ def expanded(
     return torch.cat((k, rotated.expand(-1, k.shape[1], -1, -1)), -1), v
 
 
-def absorbed(
-    q: torch.Tensor, latent: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def absorbed(q: Tensor, latent: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return queries of latents, (B, H, S, R + P), and the factors that make values of summed latents, (H, R, V).
 
     Scores and sums are the same as with expanded keys and values, which are not made: this costs less for few queries
@@ -73,14 +70,12 @@ class Expansion:
         sum_dtype: The type in which gradients are added up; None in a forward.
     """
 
-    def __init__(
-        self, up: torch.Tensor, key_dim: int, sum_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, up: Tensor, key_dim: int, sum_dtype: torch.dtype | None = None) -> None:
         self._up = up
         self._key_dim = key_dim
         self.gradient = None if sum_dtype is None else torch.zeros_like(up, dtype=sum_dtype)
 
-    def groups(self, latent: torch.Tensor) -> Iterator[slice]:
+    def groups(self, latent: Tensor) -> Iterator[slice]:
         """Return the slices of heads that are expanded at a time.
 
         Args:
@@ -91,7 +86,7 @@ class Expansion:
         size = max(EXPANDED_BYTES // head_bytes, 1)
         return (slice(start, min(start + size, heads)) for start in range(0, heads, size))
 
-    def keys(self, latent: torch.Tensor, heads: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys(self, latent: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values of some heads, (B, h, T, N + P) each; values are filled up with zeros.
 
         Args:
@@ -101,7 +96,7 @@ class Expansion:
         k, v = expanded(latent, self._up[heads], self._key_dim)
         return k, self.filled(v)
 
-    def filled(self, x: torch.Tensor) -> torch.Tensor:
+    def filled(self, x: Tensor) -> Tensor:
         """Return values or outputs with zeros up to the size of keys: kernels take one size for both.
 
         Args:
@@ -111,11 +106,11 @@ class Expansion:
 
     def add(
         self,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
-        latent: torch.Tensor,
+        dk: Tensor,
+        dv: Tensor,
+        latent: Tensor,
         heads: slice,
-        dlatent: torch.Tensor,
+        dlatent: Tensor,
     ) -> None:
         """Add the gradients of keys and values of some heads to the gradients of the latent and of `up`.
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longshard.context.execution.linear_pairs import pairs, pairs_adjoint, sum_to_decay
 from longshard.context.execution.linear_states import KnownStates, stacked, through_runs
@@ -48,12 +49,12 @@ class Tokens(NamedTuple):
         scale: Factor of the outputs.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    log_decay: torch.Tensor
-    beta: torch.Tensor | None
-    positions: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor | None
+    positions: Tensor | None
     scale: float
 
 
@@ -69,15 +70,15 @@ class Inputs(NamedTuple):
         document: (B, 1, N, C), the number of documents that have begun in the chunk so far; None for one document.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    decay: torch.Tensor
-    beta: torch.Tensor | None
-    document: torch.Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor | None
+    document: Tensor | None
 
 
-Read = tuple[torch.Tensor, torch.Tensor]
+Read = tuple[Tensor, Tensor]
 """Gradients of the additions of tokens, (B, H, N, C, V), and of the states before chunks, (B, H, N, K, V)."""
 
 
@@ -133,7 +134,7 @@ class Chunks:
             solved = self.solve @ (x.beta * torch.cat((x.v, self.k_in), -1))
             self.new, self.erased = solved.split([x.v.shape[-1], x.k.shape[-1]], -1)
 
-    def maps(self) -> list[torch.Tensor]:
+    def maps(self) -> list[Tensor]:
         """Return the affine maps of the runs of each fragment, [bias | transition]: (B, H, R, K, V + width).
 
         The transition has K columns with erasure; without, it is diagonal, and its one column is the diagonal.
@@ -167,9 +168,7 @@ class Chunks:
         for n in range(first, min(first + self.run, end)):
             yield slice(n, end, self.run), slice(0, len(range(n, end, self.run)))
 
-    def states(
-        self, ends: KnownStates, maps: Sequence[torch.Tensor | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def states(self, ends: KnownStates, maps: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Return the states before all chunks, (B, H, N, K, V), and the states after fragments, (B, F, H, K, V).
 
         Args:
@@ -195,7 +194,7 @@ class Chunks:
             after.append(state[:, :, -1])
         return _joined_along_chunks(before, ends.zero), stacked(after, ends.zero)
 
-    def added(self, before: torch.Tensor) -> torch.Tensor:
+    def added(self, before: Tensor) -> Tensor:
         """Return the addition u of each token, (B, H, N, C, V).
 
         Args:
@@ -203,7 +202,7 @@ class Chunks:
         """
         return self.new if self.erased is None else self.new - self.erased @ before
 
-    def outputs(self, before: torch.Tensor) -> torch.Tensor:
+    def outputs(self, before: Tensor) -> Tensor:
         """Return the outputs, (B, H, N, C, V).
 
         Args:
@@ -211,7 +210,7 @@ class Chunks:
         """
         return self.q_in @ before + self.reads @ self.added(before)
 
-    def read(self, dout: torch.Tensor) -> Read:
+    def read(self, dout: Tensor) -> Read:
         """Return the gradients of the additions of tokens and of the states before chunks, by the outputs.
 
         Args:
@@ -219,7 +218,7 @@ class Chunks:
         """
         return self.reads.mT @ dout, self.q_in.mT @ dout
 
-    def biases(self, read: Read) -> list[torch.Tensor]:
+    def biases(self, read: Read) -> list[Tensor]:
         """Return the gradients of the states before the runs of each fragment, if the gradients after them are zero.
 
         Args:
@@ -236,11 +235,11 @@ class Chunks:
         self,
         first: int,
         end: int,
-        state: torch.Tensor,
+        state: Tensor,
         read: Read,
         *,
         keep: bool = False,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of the states before runs, (B, H, R, K, V), and of the states after each step's chunks.
 
         state: gradients of the states after the runs. read: as returned by `read`; with `keep`, its first tensor
@@ -264,8 +263,8 @@ class Chunks:
         self,
         read: Read,
         ends: KnownStates,
-        maps: Sequence[torch.Tensor | None],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        maps: Sequence[Tensor | None],
+    ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the additions of tokens, (B, H, N, C, V), and of the states after all chunks.
 
         The first result is written to `read`.
@@ -286,10 +285,10 @@ class Chunks:
 
     def gradients(
         self,
-        dout: torch.Tensor,
-        before: torch.Tensor,
-        dadded: torch.Tensor,
-        dafter: torch.Tensor,
+        dout: Tensor,
+        before: Tensor,
+        dadded: Tensor,
+        dafter: Tensor,
     ) -> Inputs:
         """Return the gradients of the inputs; the gradient of `decay` belongs to the running sums.
 
@@ -327,13 +326,13 @@ class Chunks:
 
 
 def one_token(
-    state: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    log_decay: torch.Tensor,
-    beta: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    state: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Return the state after one token, (B, H, K, V), and its output, (B, H, V).
 
     Args:
@@ -353,20 +352,20 @@ def one_token(
     return state, (q.unsqueeze(-2) @ state).squeeze(-2)
 
 
-def _masked(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else x.masked_fill(~mask, 0)
 
 
-def _all_runs(new: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+def _all_runs(new: Tensor, state: Tensor) -> Tensor:
     """Return the states of all runs, (B, H, R, K, V); the last run may have ended before, and keeps its state."""
     ended = new.shape[2]
     return new if ended == state.shape[2] else torch.cat((new, state[:, :, ended:]), 2)
 
 
-def _in_order(steps: list[torch.Tensor], number: int) -> torch.Tensor:
+def _in_order(steps: list[Tensor], number: int) -> Tensor:
     """Return the tensors of all steps, (B, H, R, K, V) each, in the order of the chunks; number: how many there are."""
     return torch.stack(steps, 3).flatten(2, 3)[:, :, :number]
 
 
-def _joined_along_chunks(fragments: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _joined_along_chunks(fragments: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(fragments, 2) if fragments else like.unsqueeze(2)[:, :, :0]

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from functools import cache, cached_property
 
 import torch
+from torch import Tensor
 
 from longshard.context.execution.kernels.flash import is_installed
 from longshard.context.execution.linear_chunks import Tokens
@@ -48,7 +49,7 @@ def runs_kernels(x: Tokens) -> bool:
     able = (
         runs_fla(*kind, deterministic=deterministic)
         and not has_channel_decays
-        and type(x.v) is torch.Tensor
+        and type(x.v) is Tensor
     )
     return able and _has_package()
 
@@ -103,11 +104,11 @@ class KernelPass:
         ]
 
     @cached_property
-    def zeros(self) -> torch.Tensor:
+    def zeros(self) -> Tensor:
         """Zeros in the shape of the states, (B, F, H, K, V)."""
         return self._x.v.new_zeros(self.shape, dtype=self._states)
 
-    def maps(self) -> torch.Tensor:
+    def maps(self) -> Tensor:
         """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 if diagonal."""
         _, k, v, decay, *beta = (x.to(self._states) for x in self._inputs)
         k_dim, v_dim = self.shape[-2:]
@@ -127,7 +128,7 @@ class KernelPass:
             self._fill(maps, numbers, after)
         return maps
 
-    def forward(self, ends: KnownStates) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, ends: KnownStates) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs, (B, S, H, V), the states before fragments, and the state after the last fragment.
 
         Args:
@@ -135,7 +136,7 @@ class KernelPass:
         """
         entries = self._before(ends)
         after = torch.empty_like(self.zeros)
-        out: dict[int, torch.Tensor] = {}
+        out: dict[int, Tensor] = {}
         for length, numbers in self._groups.items():
             tokens = [self._batch(x, length) for x in self._inputs]
             rows, states = _by_kernels(
@@ -146,7 +147,7 @@ class KernelPass:
         last = after[:, -1] if self._lengths else ends.zero
         return self._joined(out, self._inputs[2]), entries, last
 
-    def begin_backward(self, dout: torch.Tensor, entries: torch.Tensor) -> None:
+    def begin_backward(self, dout: Tensor, entries: Tensor) -> None:
         """Begin the backward: run the forward again, with gradients.
 
         Args:
@@ -163,7 +164,7 @@ class KernelPass:
                 out, after = _by_kernels(tokens, state, self._x.scale)
             self._nodes[length] = leaves, (out, after), self._batch(dout.to(out.dtype), length)
 
-    def biases(self) -> torch.Tensor:
+    def biases(self) -> Tensor:
         """Return the gradients of the states before fragments, of `shape`, if the gradients after them are zero."""
         biases = torch.empty_like(self.zeros)
         for length, numbers in self._groups.items():
@@ -173,14 +174,14 @@ class KernelPass:
             self._fill(biases, numbers, dstate)
         return biases
 
-    def backward(self, ends: KnownStates) -> tuple[torch.Tensor, ...]:
+    def backward(self, ends: KnownStates) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, log_decay and beta. If the recurrence has no beta, ignore the last one.
 
         Args:
             ends: The gradients of the states after fragments.
         """
         exits = self._before(ends)
-        parts: list[dict[int, torch.Tensor]] = [{} for _ in self._inputs]
+        parts: list[dict[int, Tensor]] = [{} for _ in self._inputs]
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes.pop(length)
             gradients = torch.autograd.grad(
@@ -197,38 +198,34 @@ class KernelPass:
             ddecay = ddecay * self._goes_on
         return dq, dk, dv, ddecay, *(dbeta or [dv])
 
-    def _before(self, ends: KnownStates) -> torch.Tensor:
+    def _before(self, ends: KnownStates) -> Tensor:
         states = [ends.before(number) for number in range(len(self._lengths))]
         return torch.stack(states, 1) if states else self.zeros
 
-    def _batch(self, x: torch.Tensor, length: int) -> torch.Tensor:
+    def _batch(self, x: Tensor, length: int) -> Tensor:
         """Return the fragments of a length as a batch: (B, S, ...) -> (B * fragments, length, ...)."""
         parts = x.split(self._lengths, 1)
         return torch.stack([parts[number] for number in self._groups[length]], 1).flatten(0, 1)
 
-    def _group_states(self, states: torch.Tensor, numbers: list[int]) -> torch.Tensor:
+    def _group_states(self, states: Tensor, numbers: list[int]) -> Tensor:
         """Return the states of some fragments as a batch: (B, F, ...) -> (B * fragments, ...)."""
         return states[:, numbers].flatten(0, 1)
 
-    def _fill(
-        self, states: torch.Tensor, numbers: list[int], group_states: torch.Tensor
-    ) -> None:
+    def _fill(self, states: Tensor, numbers: list[int], group_states: Tensor) -> None:
         states[:, numbers] = group_states.unflatten(0, (-1, len(numbers)))
 
     def _fill_rows(
-        self, parts: dict[int, torch.Tensor], numbers: list[int], group_rows: torch.Tensor
+        self, parts: dict[int, Tensor], numbers: list[int], group_rows: Tensor
     ) -> None:
         fragment_rows = group_rows.unflatten(0, (-1, len(numbers))).unbind(1)
         parts.update(zip(numbers, fragment_rows, strict=True))
 
-    def _joined(self, parts: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    def _joined(self, parts: dict[int, Tensor], like: Tensor) -> Tensor:
         in_order = [parts[number] for number in range(len(parts))]
         return torch.cat(in_order, 1) if parts else torch.empty_like(like)
 
 
-def _by_kernels(
-    tokens: Sequence[torch.Tensor], state: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_kernels(tokens: Sequence[Tensor], state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Run the recurrence over each sequence of a batch, from its state: outputs, (N, T, H, V), and states after it.
 
     tokens: q, k, v, log_decay and, with erasure, beta; state: (N, H, K, V).

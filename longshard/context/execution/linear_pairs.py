@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 BLOCK = 4  # a divisor of a chunk, by a power of two
 
 
-def pairs(
-    xs: Sequence[torch.Tensor], y: torch.Tensor, decay: torch.Tensor, mask: torch.Tensor
-) -> list[torch.Tensor]:
+def pairs(xs: Sequence[Tensor], y: Tensor, decay: Tensor, mask: Tensor) -> list[Tensor]:
     """Return for each x the sums over channels of x_t e^(G_t - G_s) y_s, (..., C, C); 0 outside the mask.
 
     Args:
@@ -36,11 +35,11 @@ def pairs(
 
 
 def pairs_adjoint(
-    gradients: Sequence[torch.Tensor],
-    xs: Sequence[torch.Tensor],
-    y: torch.Tensor,
-    decay: torch.Tensor,
-) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    gradients: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    y: Tensor,
+    decay: Tensor,
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return the gradients of each x, of y and of decay, in their shapes.
 
     Args:
@@ -79,11 +78,11 @@ def pairs_adjoint(
     return dxs, dy, ddecay - sum_to_decay(y * dy, decay)
 
 
-def _lower(x: torch.Tensor) -> torch.Tensor:
+def _lower(x: Tensor) -> Tensor:
     return torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril()
 
 
-def _between(decay: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def _between(decay: Tensor, mask: Tensor) -> Tensor:
     """Return e^(G_t - G_s) of all pairs, (..., T, T, 1 or K); 0 outside the mask."""
     exponent = decay.unsqueeze(-2) - decay.unsqueeze(-3)
     return exponent.masked_fill(~mask.unsqueeze(-1), -torch.inf).exp()
@@ -95,7 +94,7 @@ def _between(decay: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 #     8 blocks:   half of 16 tokens: 0-3 with 4-7    of 8: 0-1 with 2-3, 4-5 with 6-7    of 4: 0 with 1, 2 with 3, ...
 
 
-def _halves(x: torch.Tensor) -> list[int]:
+def _halves(x: Tensor) -> list[int]:
     """Return the lengths of halves, in tokens.
 
     Each pair of tokens of different blocks is in the two halves of one length.
@@ -103,30 +102,30 @@ def _halves(x: torch.Tensor) -> list[int]:
     return [x.shape[-2] >> i for i in range(1, (x.shape[-2] // BLOCK).bit_length())]
 
 
-def _half(x: torch.Tensor, half: int, which: int) -> torch.Tensor:
+def _half(x: Tensor, half: int, which: int) -> Tensor:
     """Return the first halves (which = 0) or the second ones, as a view: (..., C, K) -> (..., N, half, K)."""
     return x.unflatten(-2, (-1, 2, half))[..., which, :, :]
 
 
-def _decayed(decay: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _decayed(decay: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """Return the decays from the first token of second halves to its half, and from first halves to it."""
     second = _half(decay, half, 1)
     reference = second[..., :1, :]
     return (second - reference).exp(), (reference - _half(decay, half, 0)).exp()
 
 
-def _near(decay: torch.Tensor) -> torch.Tensor:
+def _near(decay: Tensor) -> Tensor:
     """Return the decays between the pairs of each block: (..., N, block, block, K)."""
     blocks = _in_blocks(decay)
     return _between(blocks, _lower(blocks))
 
 
-def _in_blocks(x: torch.Tensor) -> torch.Tensor:
+def _in_blocks(x: Tensor) -> Tensor:
     """Return tokens by blocks, as a view: (..., C, K) -> (..., N, block, K)."""
     return x.unflatten(-2, (-1, BLOCK))
 
 
-def _squares(x: torch.Tensor, size: int) -> torch.Tensor:
+def _squares(x: Tensor, size: int) -> Tensor:
     """Return the squares on the diagonal, as a view: (..., C, C) -> (..., N, size, size)."""
     return (
         x.unflatten(-1, (-1, size))
@@ -136,7 +135,7 @@ def _squares(x: torch.Tensor, size: int) -> torch.Tensor:
     )
 
 
-def sum_to_decay(x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+def sum_to_decay(x: Tensor, decay: Tensor) -> Tensor:
     """Return a gradient of all channels in the shape of the decays: summed if all channels share one decay.
 
     Args:

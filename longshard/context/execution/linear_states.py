@@ -5,6 +5,7 @@ transition is one column: the map is (..., K, V + 1).
 """
 
 import torch
+from torch import Tensor
 
 
 class KnownStates:
@@ -14,11 +15,11 @@ class KnownStates:
         states: The states, (B, F, H, K, V). `zero` is a state of zeros, (B, H, K, V).
     """
 
-    def __init__(self, states: torch.Tensor) -> None:
+    def __init__(self, states: Tensor) -> None:
         self.states = states
         self.zero = states.new_zeros(states.shape[0], *states.shape[2:])
 
-    def before(self, fragment: int) -> torch.Tensor:
+    def before(self, fragment: int) -> Tensor:
         """Return the state before a fragment, (B, H, K, V).
 
         Args:
@@ -26,7 +27,7 @@ class KnownStates:
         """
         return self.states[:, fragment]
 
-    def after(self, fragment: int, state: torch.Tensor) -> None:
+    def after(self, fragment: int, state: Tensor) -> None:
         """Take the state after a fragment, which other ranks may need (`linear_scan.InOrder`).
 
         Args:
@@ -35,7 +36,7 @@ class KnownStates:
         """
 
 
-def stacked(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def stacked(parts: list[Tensor], like: Tensor) -> Tensor:
     """Return one tensor of all fragments, (B, F, H, K, V), also if there are none.
 
     Args:
@@ -45,7 +46,7 @@ def stacked(parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     return torch.stack(parts, 1) if parts else like.unsqueeze(1)[:, :0]
 
 
-def changed(state: torch.Tensor, change: torch.Tensor, *, reverse: bool) -> torch.Tensor:
+def changed(state: Tensor, change: Tensor, *, reverse: bool) -> Tensor:
     """Return the state after a map, (..., K, V).
 
     Args:
@@ -57,18 +58,14 @@ def changed(state: torch.Tensor, change: torch.Tensor, *, reverse: bool) -> torc
     return bias + _moved_on(transition, state, reverse=reverse)
 
 
-def _moved_on(
-    transition: torch.Tensor, state: torch.Tensor, *, reverse: bool = False
-) -> torch.Tensor:
+def _moved_on(transition: Tensor, state: Tensor, *, reverse: bool = False) -> Tensor:
     """Return the product with a transition, (..., K, K), or with a diagonal one, (..., K, 1)."""
     if transition.shape[-1] == 1:
         return transition * state
     return (transition.mT if reverse else transition) @ state
 
 
-def through_runs(
-    state: torch.Tensor, maps: torch.Tensor | None, *, reverse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def through_runs(state: Tensor, maps: Tensor | None, *, reverse: bool) -> tuple[Tensor, Tensor]:
     """Return the states before the runs of a fragment, (B, H, R, K, V), and the state after the fragment.
 
     Args:
@@ -85,7 +82,7 @@ def through_runs(
     return torch.stack(states[::-1] if reverse else states, 2), state
 
 
-def joined(maps: torch.Tensor, v_dim: int) -> torch.Tensor:
+def joined(maps: Tensor, v_dim: int) -> Tensor:
     """Return the map of a fragment, (B, H, K, V + width).
 
     Args:

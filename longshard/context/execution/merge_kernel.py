@@ -4,9 +4,9 @@ It reads both outputs and writes one: 10 bytes for each element of a bfloat16 pa
 and of heads, and the strides of log-sum-exps, are no part of the compiled code, so that other shapes do not recompile.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _ROWS = 32  # queries of one program of Triton
 _ANY = (
@@ -54,9 +54,7 @@ def _merge(
     )
 
 
-def merge_by_triton(
-    total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+def merge_by_triton(total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge as `merge_eagerly` does. The elements of a row of an output must lie one after another.
 
     Args:

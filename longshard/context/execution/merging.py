@@ -11,16 +11,15 @@ import logging
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger("longshard")
-Merge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Merge = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 _without_kernel: set[str] = set()  # types of devices on which the kernel failed
 
 
-def merge(
-    total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+def merge(total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge the results of attention over other keys into a total, in place.
 
     If a query has seen no key yet, its total is output 0 and log-sum-exp -inf. In the part every query sees a key. If
@@ -49,9 +48,7 @@ def merge(
     merge_eagerly(total_out, total_lse, out, lse)
 
 
-def merge_eagerly(
-    total_out: torch.Tensor, total_lse: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
-) -> None:
+def merge_eagerly(total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge as `merge` does, by operators of PyTorch.
 
     Args:

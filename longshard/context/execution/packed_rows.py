@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from longshard.sharding.layout import AxisLayout
 from longshard.sharding.ranges import Offsets, aligned
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 
 class _Rows:
@@ -33,7 +34,7 @@ class _Rows:
             self._tensors.append((slice(self.width, self.width + size), x.dtype, shape))
             self.width += aligned(size)
 
-    def views(self, rows: torch.Tensor) -> Tensors:
+    def views(self, rows: Tensor) -> Tensors:
         """Return the tensors in rows of bytes: (..., width) -> (..., B, h, ...) for each."""
         return [
             rows[..., place].view(dtype).unflatten(-1, shape)
@@ -44,7 +45,7 @@ class _Rows:
         """Return the number of bytes of a rank's rows."""
         return self.layout.local_length(rank) * self.width
 
-    def in_sequence(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    def in_sequence(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return all rows in the order of the sequence; pieces: the bytes of each rank's rows."""
         parts = []
         for piece, ranges in zip(pieces, self.layout.ranges, strict=True):
@@ -92,7 +93,7 @@ class PackedRows:
         """
         return sum(block.size(rank) for block in self.blocks)
 
-    def views(self, pieces: torch.Tensor, rank: int) -> Tensors:
+    def views(self, pieces: Tensor, rank: int) -> Tensors:
         """Return views of the tensors, (..., S, B, h, ...) each.
 
         Args:
@@ -108,7 +109,7 @@ class PackedRows:
             )
         ]
 
-    def in_sequence(self, message: torch.Tensor) -> Tensors:
+    def in_sequence(self, message: Tensor) -> Tensors:
         """Return all rows in the order of the sequence, (R, width) for each block.
 
         Args:
@@ -157,7 +158,7 @@ class PackedRows:
             whole.append(rows)
         return whole
 
-    def by_rank(self, rows: Tensors) -> torch.Tensor:
+    def by_rank(self, rows: Tensors) -> Tensor:
         """Return one 1-D byte buffer with the rows of rank 0, then the rows of rank 1, and so on.
 
         Args:
@@ -174,6 +175,6 @@ class PackedRows:
         return _joined(parts)
 
 
-def _joined(parts: Tensors) -> torch.Tensor:
+def _joined(parts: Tensors) -> Tensor:
     """Return these bytes one after another; they are copied as 64-bit words."""
     return torch.cat([part.view(torch.int64) for part in parts]).view(torch.uint8)

@@ -13,6 +13,7 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longshard.context.execution.kernels.base import (
     QKV,
@@ -85,7 +86,7 @@ class StagedExecution:
         """The plan."""
         return self.lowered.plan
 
-    def forward(self, *qkv: torch.Tensor, terms: Terms) -> OutLse:
+    def forward(self, *qkv: Tensor, terms: Terms) -> OutLse:
         """Return the output, in the shape of q, and the log-sum-exp, (B, H, S).
 
         Args:
@@ -119,7 +120,7 @@ class StagedExecution:
 
     def backward(
         self, inputs: BackwardInputs, terms: Terms, *, kv_dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, and of the sinks and of `up` if there are any.
 
         K and V are sent again, and dK and dV are sent to their owners. Output and log-sum-exp include the share of the
@@ -270,7 +271,7 @@ class StagedExecution:
             transfers, self.group, kind="kv", arrived=lambda: [put() for put in puts]
         )
 
-    def _return_gradients(self, item: Item, gradient: torch.Tensor) -> Returning:
+    def _return_gradients(self, item: Item, gradient: Tensor) -> Returning:
         """Start the transfers after an item of the backward."""
         if item.stage.collective:
             reduced, pending = self._reduce_rows(gradient, item.stage)
@@ -291,7 +292,7 @@ class StagedExecution:
             heads=item.kv_heads,
         )
 
-    def _gather_rows(self, sent: Held, rows: torch.Tensor, stage: Stage) -> Pending:
+    def _gather_rows(self, sent: Held, rows: Tensor, stage: Stage) -> Pending:
         """Start to gather every rank's K and V; on arrival, copy the rows that `stage` holds to `rows`."""
         own = sent.k.shape[2]
         padded = rows.new_empty(self.plan.longest, *rows.shape[1:])
@@ -305,9 +306,7 @@ class StagedExecution:
 
         return Pending([pending], [gathered], arrived)
 
-    def _reduce_rows(
-        self, gradient: torch.Tensor, stage: Stage
-    ) -> tuple[torch.Tensor, Pending]:
+    def _reduce_rows(self, gradient: Tensor, stage: Stage) -> tuple[Tensor, Pending]:
         """Start to sum all ranks' gradients of held rows at the owners; return own rows, padded, and the handle."""
         shards = gradient.new_zeros(self.plan.degree, self.plan.longest, *gradient.shape[1:])
         for owner, there, here in self._pieces(stage):
@@ -330,13 +329,13 @@ class StagedExecution:
                 )
 
 
-def _rows_at(rows: torch.Tensor, places: Ranges) -> torch.Tensor:
+def _rows_at(rows: Tensor, places: Ranges) -> Tensor:
     """Return some rows of a buffer, contiguous; a view if they are adjacent."""
     parts = [rows[start:stop] for start, stop in places]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _sums(held: Held, rows: int, launches: Launches, dtype: torch.dtype) -> torch.Tensor:
+def _sums(held: Held, rows: int, launches: Launches, dtype: torch.dtype) -> Tensor:
     """Return a buffer for the gradients of a stage's rows; zeros if the launches do not write all of it.
 
     Each group of heads adds to the gradients of latents.

@@ -16,6 +16,7 @@ over the chosen keys. If a query attends to all visible keys, that is the paper'
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longshard.context.execution.latent import absorbed
 from longshard.sharding.tensors import wide, wide_type
@@ -31,17 +32,15 @@ GATHERED_BYTES = 1 << 30
 class Index(NamedTuple):
     """What an indexer computes from the tokens of one rank."""
 
-    queries: torch.Tensor
+    queries: Tensor
     """(B, S, J, D)."""
-    keys: torch.Tensor
+    keys: Tensor
     """(B, S, D)."""
-    weights: torch.Tensor
+    weights: Tensor
     """(B, S, J)."""
 
 
-def choose(
-    index: Index, keys: torch.Tensor, visible: torch.Tensor, per_query: int, length: int
-) -> torch.Tensor:
+def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: int) -> Tensor:
     """Return the positions of the keys that each query attends to, ascending: (B, S, per_query) int32.
 
     If a query sees fewer keys, -1 fills its last places.
@@ -81,9 +80,7 @@ def choose(
     return chosen
 
 
-def index_scores(
-    queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """Return the score of each pair: (B, S, T).
 
     Args:
@@ -96,16 +93,14 @@ def index_scores(
     return (wide(weights).unsqueeze(2) @ by_head).squeeze(2)
 
 
-def _filled(x: torch.Tensor, rows: int) -> torch.Tensor:
+def _filled(x: Tensor, rows: int) -> Tensor:
     """Return x, (B, rows or fewer, ...), with zeros up to this number of rows."""
     filled = x.new_zeros(x.shape[0], rows, *x.shape[2:])
     filled[:, : x.shape[1]] = x
     return filled
 
 
-def highest(
-    scores: torch.Tensor, places: torch.Tensor, number: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def highest(scores: Tensor, places: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return the highest scores and their places, in their present order. Of equal scores the first ones count.
 
     Args:
@@ -130,9 +125,9 @@ def highest(
 class Rows(NamedTuple):
     """Keys that some queries attend to: rows of their own for each query, or the same rows for all of them."""
 
-    rows: torch.Tensor
+    rows: Tensor
     """(B, s, k, W + D), or (B, k, W + D) if all queries have the same rows: latents and index keys."""
-    seen: torch.Tensor
+    seen: Tensor
     """(B, s, k), or (1, s, k): which of the rows a query sees."""
 
     @property
@@ -144,24 +139,24 @@ class Rows(NamedTuple):
 class Attended(NamedTuple):
     """Attention of some queries."""
 
-    queries: torch.Tensor
+    queries: Tensor
     """Queries of latents, (B, H, s, W)."""
-    weights: torch.Tensor
+    weights: Tensor
     """(B, H, s, k), attention weights; 0 for a query that sees nothing."""
-    latents: torch.Tensor
+    latents: Tensor
     """(B, H, s, R), weighted sums of latents."""
-    value_projection: torch.Tensor
+    value_projection: Tensor
     """(H, R, V)."""
-    lse: torch.Tensor
+    lse: Tensor
     """(B, H, s), log-sum-exp of the scores."""
 
     @property
-    def output(self) -> torch.Tensor:
+    def output(self) -> Tensor:
         """(B, H, s, V)."""
         return self.latents @ self.value_projection
 
 
-def attend(q: torch.Tensor, keys: Rows, width: int, up: torch.Tensor, scale: float) -> Attended:
+def attend(q: Tensor, keys: Rows, width: int, up: Tensor, scale: float) -> Attended:
     """Return attention of some queries.
 
     Args:
@@ -186,20 +181,20 @@ def attend(q: torch.Tensor, keys: Rows, width: int, up: torch.Tensor, scale: flo
 class Gradients(NamedTuple):
     """Gradients of the inputs of `attend`, or of the index."""
 
-    queries: torch.Tensor
+    queries: Tensor
     """Shape of the queries."""
-    rows: torch.Tensor
+    rows: Tensor
     """(B, s, k, W) or (B, k, W); for the index (..., D)."""
-    weights: torch.Tensor
+    weights: Tensor
     """Of `up`, (H, N + V, R); for the index of its weights, (B, s, J)."""
 
 
 def attention_gradients(
-    dout: torch.Tensor,
-    q: torch.Tensor,
+    dout: Tensor,
+    q: Tensor,
     keys: Rows,
     attended: Attended,
-    up: torch.Tensor,
+    up: Tensor,
     scale: float,
 ) -> Gradients:
     """Return the gradients of queries, latents and `up`.
@@ -253,12 +248,12 @@ class Divergence:
         self._target = attended.weights.mean(1)
 
     @property
-    def loss(self) -> torch.Tensor:
+    def loss(self) -> Tensor:
         """(B, s), the divergence of each query; 0 for a query that sees nothing."""
         target = self._target
         return (target.xlogy(target) - target * self._log_shares).sum(-1)
 
-    def gradients(self, dloss: torch.Tensor) -> Gradients:
+    def gradients(self, dloss: Tensor) -> Gradients:
         """Return the gradients of the index.
 
         Args:
@@ -274,7 +269,7 @@ class Divergence:
         return Gradients(dqueries, drows, dweights)
 
 
-def chosen_rows(rows: torch.Tensor, chosen: torch.Tensor) -> Rows:
+def chosen_rows(rows: Tensor, chosen: Tensor) -> Rows:
     """Return the rows that queries have chosen.
 
     Args:
@@ -287,7 +282,7 @@ def chosen_rows(rows: torch.Tensor, chosen: torch.Tensor) -> Rows:
     return Rows(wide(own).unflatten(1, chosen.shape[1:]), seen)
 
 
-def visible_rows(rows: torch.Tensor, visible: torch.Tensor) -> Rows:
+def visible_rows(rows: Tensor, visible: Tensor) -> Rows:
     """Return the rows up to the last one that some of the queries see.
 
     Args:
@@ -299,13 +294,13 @@ def visible_rows(rows: torch.Tensor, visible: torch.Tensor) -> Rows:
     return Rows(wide(rows[:, :last]), _is_visible(places, visible))
 
 
-def _is_visible(places: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+def _is_visible(places: Tensor, visible: Tensor) -> Tensor:
     """Return which keys queries see, (B or 1, s, T). places: (T,) positions of the keys; visible: (B or 1, s, 2)."""
     start, stop = visible.to(places.device, non_blocking=True).split(1, -1)
     return (places >= start) & (places < stop)
 
 
-def add_rows(total: torch.Tensor, gradient: torch.Tensor, chosen: torch.Tensor | None) -> None:
+def add_rows(total: Tensor, gradient: Tensor, chosen: Tensor | None) -> None:
     """Add the gradients of rows to the gradients of the whole sequence.
 
     Args:
@@ -321,7 +316,7 @@ def add_rows(total: torch.Tensor, gradient: torch.Tensor, chosen: torch.Tensor |
     total.flatten(0, 1).index_add_(0, places.flatten(), gradient.flatten(0, 2))
 
 
-def queries_at_a_time(q: torch.Tensor, row_channels: int, keys: int) -> int:
+def queries_at_a_time(q: Tensor, row_channels: int, keys: int) -> int:
     """Return how many queries are computed at a time, see `GATHERED_BYTES`.
 
     Args:

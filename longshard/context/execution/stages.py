@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from longshard.context.execution.kernels.base import (
     QKV,
@@ -47,9 +48,9 @@ class Held(NamedTuple):
         places: The places of rows in the buffer; None for own K and V.
     """
 
-    k: torch.Tensor
-    v: torch.Tensor
-    rows: torch.Tensor | None = None
+    k: Tensor
+    v: Tensor
+    rows: Tensor | None = None
     places: Offsets | None = None
 
 
@@ -65,8 +66,8 @@ class Returning:
     """
 
     pending: Pending = field(default_factory=Pending)
-    arriving: list[tuple[Message, torch.Tensor]] = field(default_factory=list)
-    reduced: torch.Tensor | None = None
+    arriving: list[tuple[Message, Tensor]] = field(default_factory=list)
+    reduced: Tensor | None = None
     heads: slice | None = None
 
     def has_sums_of(self, item: Item, plan: RankPlan) -> bool:
@@ -85,8 +86,8 @@ class Returning:
     def add(
         self,
         stage: Stage | None,
-        gradient: torch.Tensor,
-        own_gradient: torch.Tensor,
+        gradient: Tensor,
+        own_gradient: Tensor,
         plan: RankPlan,
     ) -> None:
         """Wait, and add the received gradients to the gradients of own rows, or of the rows of a stage.
@@ -109,7 +110,7 @@ class Returning:
             put_rows(target, places.places(message.ranges), buffer, add=True)
 
 
-def query_heads(kv_heads: slice, q: torch.Tensor, k: torch.Tensor) -> slice:
+def query_heads(kv_heads: slice, q: Tensor, k: Tensor) -> slice:
     """Return the query heads that share some key/value heads.
 
     Args:
@@ -136,7 +137,7 @@ class Merged:
         merges: Whether some query gets the results of several calls. If not, the output has the dtype of the queries.
     """
 
-    q: torch.Tensor
+    q: Tensor
     value_dim: int = 0
     merge: Merge = merge
     merges: bool = True
@@ -168,9 +169,7 @@ class Merged:
                 self._lone = None
         return self._sums
 
-    def add(
-        self, heads: slice, rows: slice, out: torch.Tensor, lse: torch.Tensor, *, fresh: bool
-    ) -> None:
+    def add(self, heads: slice, rows: slice, out: Tensor, lse: Tensor, *, fresh: bool) -> None:
         """Merge the results of some heads and queries.
 
         Args:
@@ -257,7 +256,7 @@ def lone_gradients(
     return kernel.backward_many(inputs, launches[0], scale=scale)
 
 
-def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
+def fold_batch(x: Tensor, plan: RankPlan) -> Tensor:
     """Return (B, H, S, ...) as (1, H, B * S, ...) if sequences have masks of their own, else unchanged.
 
     Args:
@@ -270,7 +269,7 @@ def fold_batch(x: torch.Tensor, plan: RankPlan) -> torch.Tensor:
     return x.transpose(1, 2).reshape(1, b * s, h, *sizes).transpose(1, 2)
 
 
-def unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def unfold_batch(x: Tensor, like: Tensor) -> Tensor:
     """Undo `fold_batch`. A result (B, H, S, D) has the memory order (B, S, H, D).
 
     Args:
@@ -287,9 +286,7 @@ def unfold_batch(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).reshape(b, s, h, *sizes).transpose(1, 2)
 
 
-def restore_shape(
-    x: torch.Tensor, like: torch.Tensor, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def restore_shape(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Undo `fold_batch`, and return the shape and strides of `like`, and its dtype unless another one is named.
 
     `x` is returned itself if it has them already and shares its memory with no other tensor; else it is copied.
@@ -311,7 +308,7 @@ def restore_shape(
     return torch.empty_like(like, dtype=dtype, device=x.device).copy_(x)
 
 
-def row_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+def row_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
     """Return the shape of a token's keys and values as they are sent: (2, B, K, D), or (1, B, 1, W) of a latent.
 
     Args:
@@ -321,9 +318,7 @@ def row_shape(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return 2 if v.shape[3] else 1, *k.shape[:2], k.shape[3]
 
 
-def pack(
-    k: torch.Tensor, v: torch.Tensor, places: Ranges, into: torch.Tensor | None = None
-) -> torch.Tensor:
+def pack(k: Tensor, v: Tensor, places: Ranges, into: Tensor | None = None) -> Tensor:
     """Return rows of K and V as (rows, *row_shape), contiguous, or as the first rows of `into`.
 
     Args:
@@ -343,7 +338,7 @@ def pack(
     return rows
 
 
-def unpack(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return K and V as views, (B, K, T, D).
 
     Args:
@@ -362,7 +357,7 @@ def with_next(items: Sequence) -> Iterator[tuple]:
     return zip(items, (*items[1:], None), strict=True)
 
 
-def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> OutLse:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> OutLse:
     """Return output and log-sum-exp with the share of the sinks.
 
     Args:
@@ -374,7 +369,7 @@ def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> Out
     return (out * (lse - total).exp().unsqueeze(-1)).to(out.dtype), total
 
 
-def sink_gradient(inputs: BackwardInputs, sinks: torch.Tensor) -> torch.Tensor:
+def sink_gradient(inputs: BackwardInputs, sinks: Tensor) -> Tensor:
     """Return the gradient of the sinks, (H,), by these queries.
 
     Args:

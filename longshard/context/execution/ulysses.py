@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from longshard.context.execution.kernels.base import (
     BackwardInputs,
@@ -64,12 +65,12 @@ class Kept(NamedTuple):
         kv_heads: K, the key/value heads of all ranks.
     """
 
-    dout: torch.Tensor
-    inputs: torch.Tensor
-    results: torch.Tensor
+    dout: Tensor
+    inputs: Tensor
+    results: Tensor
     kv_heads: int
 
-    def likes(self) -> list[torch.Tensor]:
+    def likes(self) -> list[Tensor]:
         """Return tensors without memory that have the shapes of q, k, v and the memory order (B, S, H, D)."""
         _, heads, rows, width = self.dout.shape
         like = torch.empty_like(self.dout, device="meta")
@@ -105,9 +106,7 @@ class HeadExchange:
     heads_per_pass: int = 0
     query_heads_per_pass: int = 0
 
-    def forward(
-        self, *qkv: torch.Tensor, terms: Terms, keep: bool = False
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(self, *qkv: Tensor, terms: Terms, keep: bool = False) -> tuple[Tensor, ...]:
         """Return the output, in the shape of q, and the log-sum-exp, (B, H, S). A latent is sent to all ranks.
 
         Args:
@@ -162,7 +161,7 @@ class HeadExchange:
                 "self-attention; use keep_exchanged = False"
             )
 
-    def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[torch.Tensor, ...]:
+    def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, sinks and `up` (of this rank's heads, zero elsewhere; inputs (B, H, S, D)).
 
         Args:
@@ -213,7 +212,7 @@ class HeadExchange:
         return *map(restore_shape, gradients, likes), *optional
 
     def _exchanged(
-        self, inputs: BackwardInputs, dout: torch.Tensor, passes: list[HeadShare]
+        self, inputs: BackwardInputs, dout: Tensor, passes: list[HeadShare]
     ) -> _Passes:
         """Yield the inputs of the backward of each pass: all rows of this rank's heads, exchanged again."""
         q, k, v, out, lse = (fold_batch(x, self.plan) for x in inputs[1:])
@@ -224,7 +223,7 @@ class HeadExchange:
         ):
             yield share, [_backward_inputs(bundle.tensors(rows.pop()), share, held)]
 
-    def _kept(self, kept: Kept, dout: torch.Tensor, passes: list[HeadShare]) -> _Passes:
+    def _kept(self, kept: Kept, dout: Tensor, passes: list[HeadShare]) -> _Passes:
         """Yield the inputs of the backward of the only pass: the exchanged gradient of the output, and kept heads."""
         (share,) = passes
         width, heads, _, d = dout.shape
@@ -243,7 +242,7 @@ class HeadExchange:
         )
         yield share, [BackwardInputs(all_dout, all_q, *all_kv, all_out, all_lse)]
 
-    def _passes(self, q: torch.Tensor, kv_heads: int) -> list[HeadShare]:
+    def _passes(self, q: Tensor, kv_heads: int) -> list[HeadShare]:
         return HeadShare.passes(
             q.shape[1],
             kv_heads,
@@ -275,7 +274,7 @@ class HeadExchange:
 
     def _send_heads(
         self, queries: Tensors, keys: Tensors, share: HeadShare, *, kind: str
-    ) -> tuple[PackedRows, torch.Tensor, Pending]:
+    ) -> tuple[PackedRows, Tensor, Pending]:
         """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads."""
         degree = self.plan.head_degree
         here = self.group.rank()
@@ -357,7 +356,7 @@ def _by_rank(
 ) -> tuple[Tensors, Tensors]:
     """Return views of each rank's heads of a pass: (B, H, S, ...) -> (N, S, B, h, ...)."""
 
-    def of(x: torch.Tensor, heads: slice) -> torch.Tensor:
+    def of(x: Tensor, heads: slice) -> Tensor:
         return x.unflatten(1, (degree, -1))[:, :, heads].movedim((1, 3), (0, 1))
 
     return [of(x, share.queries(0)) for x in queries], [

@@ -12,20 +12,21 @@ attention, and the gradients of all tiles add up (Liu et al., Ring Attention, ar
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from longshard.context.planning.capabilities import Capabilities
 from longshard.context.planning.lowering import Call, Launch
 from longshard.context.planning.mask import Relation
 
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+QKV = tuple[Tensor, Tensor, Tensor]
 """q (B, H, S, D), k and v (B, K, T, D), or their gradients."""
 
 
-OutLse = tuple[torch.Tensor, torch.Tensor]
+OutLse = tuple[Tensor, Tensor]
 """Output (B, H, S, D) and log-sum-exp (B, H, S) of attention."""
 
 
-def part(x: torch.Tensor, place: slice, dim: int = 2) -> torch.Tensor:
+def part(x: Tensor, place: slice, dim: int = 2) -> Tensor:
     """Return a slice of a dimension; the tensor itself if the slice is all of it, which takes no time.
 
     Args:
@@ -50,12 +51,12 @@ class BackwardInputs(NamedTuple):
         lse: The log-sum-exp, (B, H, S).
     """
 
-    dout: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
+    dout: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
 
     def part(self, queries: slice, keys: slice, dim: int = 2) -> "BackwardInputs":
         """Return the inputs of some queries and keys.
@@ -81,8 +82,8 @@ class Terms(NamedTuple):
     """
 
     scale: float
-    sinks: torch.Tensor | None = None
-    up: torch.Tensor | None = None
+    sinks: Tensor | None = None
+    up: Tensor | None = None
 
     def of(self, heads: slice) -> "Terms":
         """Return the terms of some heads.
@@ -105,7 +106,7 @@ class Kernel(Protocol):
     capabilities: Capabilities
 
     def forward_many(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
         """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows), of a launch.
 
@@ -135,7 +136,7 @@ class OneTile:
     """A kernel of one tile, (q, k, v, relation, scale) -> (out, lse). Each of its launches has one call."""
 
     def forward_many(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
         """Compute the only call of a launch, as `Kernel.forward_many`.
 
@@ -202,13 +203,13 @@ class ManyTiles:
         return self.backward_many(inputs, _one_call(inputs.q, inputs.k, relation), scale=scale)
 
 
-def _one_call(q: torch.Tensor, k: torch.Tensor, relation: Relation) -> Launch:
+def _one_call(q: Tensor, k: Tensor, relation: Relation) -> Launch:
     return Launch((Call((0, q.shape[2]), (0, k.shape[2]), relation, fresh=True),))
 
 
 def rows_first(
-    like: torch.Tensor, heads: int, rows: int, width: int, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+    like: Tensor, heads: int, rows: int, width: int, dtype: torch.dtype | None = None
+) -> Tensor:
     """Return an uninitialised (B, heads, rows, width) in the memory order (B, rows, heads, width).
 
     The output projection reads outputs in this order.
@@ -223,7 +224,7 @@ def rows_first(
     return like.new_empty(like.shape[0], rows, heads, width, dtype=dtype).transpose(1, 2)
 
 
-def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> torch.Tensor:
+def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> Tensor:
     """Return which pairs of n queries and m keys a relation hides, (n, m) bool.
 
     Args:
@@ -241,7 +242,7 @@ def hidden_pairs(relation: Relation, n: int, m: int, device: torch.device) -> to
     return hidden
 
 
-def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
+def repeated(x: Tensor, heads: int) -> Tensor:
     """Return key/value heads, repeated for the query heads that share them: (B, heads, T, D).
 
     Args:
@@ -251,7 +252,7 @@ def repeated(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def summed(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def summed(x: Tensor, kv_heads: int) -> Tensor:
     """Return the sum of repeated heads, (B, K, T, D): the adjoint of `repeated`.
 
     Args:

@@ -1,6 +1,7 @@
 """The kernel of CPUs, and the definition of attention for any device. Interface and shapes: see `base.py`."""
 
 import torch
+from torch import Tensor
 
 from longshard.context.execution.kernels.base import (
     QKV,
@@ -52,9 +53,7 @@ class CpuFlash(OneTile):
         )
 
     @staticmethod
-    def _mask(
-        q: torch.Tensor, k: torch.Tensor, relation: Relation
-    ) -> tuple[bool, torch.Tensor | None]:
+    def _mask(q: Tensor, k: Tensor, relation: Relation) -> tuple[bool, Tensor | None]:
         """Return the kernel's own `is_causal`, and a mask in q's dtype; None if absent."""
         square = q.shape[2] == k.shape[2]
         if relation is Relation.FULL or (relation is Relation.CAUSAL and square):
@@ -112,9 +111,7 @@ class Math(OneTile):
         dq = ds @ repeated(k_, q.shape[1])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _scores(
-        self, q: torch.Tensor, k: torch.Tensor, relation: Relation, scale: float
-    ) -> torch.Tensor:
+    def _scores(self, q: Tensor, k: Tensor, relation: Relation, scale: float) -> Tensor:
         dtype = wide_type(q.dtype)
         scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
         if self._softcap:

@@ -10,6 +10,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -46,7 +47,7 @@ class _Flash(_Aten):
 
     def _attend(
         self,
-        qkv: Iterable[torch.Tensor],
+        qkv: Iterable[Tensor],
         lengths: tuple,
         kind: tuple[Relation, int],
         scale: float,
@@ -141,7 +142,7 @@ class Efficient(_Aten, OneTile):
         return _CAUSAL_FROM_BOTTOM_RIGHT if relation is Relation.CAUSAL else 0
 
     @staticmethod
-    def _bias(q: torch.Tensor, m: int, relation: Relation) -> torch.Tensor | None:
+    def _bias(q: Tensor, m: int, relation: Relation) -> Tensor | None:
         """Return (B, H, n, m), -inf for hidden pairs; rows begin at multiples of 16 elements, as the operator needs."""
         if not relation.lower:
             return None
@@ -207,7 +208,7 @@ class Varlen(_Flash, ManyTiles):
 
     @override
     def forward_many(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
         batch = q.shape[0]
         rows = _gathered(q, launch.q), _gathered(k, launch.kv), _gathered(v, launch.kv)
@@ -251,7 +252,7 @@ class CudnnVarlen(ManyTiles):
 
     @override
     def forward_many(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
         return self._kernel_of(q, k, launch).forward_many(q, k, v, launch, scale=scale)
 
@@ -260,7 +261,7 @@ class CudnnVarlen(ManyTiles):
         kernel = self._kernel_of(inputs.q, inputs.k, launch)
         return kernel.backward_many(inputs, launch, scale=scale)
 
-    def _kernel_of(self, q: torch.Tensor, k: torch.Tensor, launch: Launch) -> Kernel:
+    def _kernel_of(self, q: Tensor, k: Tensor, launch: Launch) -> Kernel:
         """Return cuDNN for a launch of one large tile if it has, or may build, a plan for the shape; else `Varlen`."""
         if len(launch.calls) != 1 or not is_large(launch.calls[0], self.capabilities):
             return self._others
@@ -288,7 +289,7 @@ def _check_square(relation: Relation, n: int, m: int) -> None:
 # ---- Layouts
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def _aligned(x: Tensor) -> Tensor:
     """Return x as kernels can read it; a copy if needed.
 
     They read 16 bytes at once along the last dimension, and address no element at an offset of `INDEX_LIMIT` or more.
@@ -302,7 +303,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
+def padded(x: Tensor, multiple: int) -> Tensor:
     """Return x with zeros at the end of its last dimension. They add nothing to a score; their results are cut off.
 
     Args:
@@ -312,12 +313,12 @@ def padded(x: torch.Tensor, multiple: int) -> torch.Tensor:
     return F.pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """Return (B, H, S, D) as (B, S, H, D), with D padded to a multiple of 8."""
     return _aligned(padded(x, 8)).transpose(1, 2)
 
 
-def _heads(x: torch.Tensor, size: int) -> torch.Tensor:
+def _heads(x: Tensor, size: int) -> Tensor:
     """Undo `_rows`: return (B, H, S, D) with heads of a size."""
     return x[..., :size].transpose(1, 2)
 
@@ -329,7 +330,7 @@ def _window(relation: Relation, extra: int) -> dict[str, int]:
     return {"window_size_left": extra, "window_size_right": 0 if relation.upper else -1}
 
 
-def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return two tensors of one shape with the same strides; copies if they have others."""
     if a.stride() == b.stride():
         return a, b
@@ -339,9 +340,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 @lru_cache(maxsize=8)
-def _random_state(
-    dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _random_state(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the random state that backwards require and, without dropout, do not read.
 
     uint64 for the flash operators, whose first tensor has two numbers; int64, of one each, for all others.
@@ -357,24 +356,24 @@ def _random_state(
 
 def _lengths(
     launch: Launch, batch: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+) -> tuple[Tensor, Tensor, int, int]:
     """Return the cumulative lengths of queries and of keys, and the longest of each."""
     return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
 
 
-def _gathered(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
+def _gathered(x: Tensor, spans: tuple[Range, ...]) -> Tensor:
     """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and in each sequence span after span."""
     return _aligned(padded(_gathered_rows(x, spans), 8))
 
 
-def _gathered_rows(x: torch.Tensor, spans: tuple[Range, ...]) -> torch.Tensor:
+def _gathered_rows(x: Tensor, spans: tuple[Range, ...]) -> Tensor:
     """Return (B, H, S, ...) as (rows, H, ...); for one sequence a view if the spans are adjacent."""
     adjacent = all(a[1] == b[0] for a, b in pairwise(spans))
     rows = slice(spans[0][0], spans[-1][1]) if adjacent else _places(spans, x.device)
     return x.transpose(1, 2)[:, rows].flatten(0, 1)
 
 
-def _by_sequence(x: torch.Tensor, batch: int, size: int) -> torch.Tensor:
+def _by_sequence(x: Tensor, batch: int, size: int) -> Tensor:
     """Return (rows, H, D) as (B, H, rows of a sequence, size)."""
     return x[..., :size].unflatten(0, (batch, -1)).transpose(1, 2)
 
@@ -383,13 +382,13 @@ def _by_sequence(x: torch.Tensor, batch: int, size: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=64)
-def _places(spans: tuple[Range, ...], device: torch.device) -> torch.Tensor:
+def _places(spans: tuple[Range, ...], device: torch.device) -> Tensor:
     """Return the number of every gathered row in its sequence."""
     return to_device(torch.cat([torch.arange(start, stop) for start, stop in spans]), device)
 
 
 @lru_cache(maxsize=64)
-def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> torch.Tensor:
+def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> Tensor:
     """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
     lengths = [stop - start for _ in range(batch) for start, stop in spans]
     return to_device(

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-import torch
+from torch import Tensor
 
 from longshard.context.execution.kernels.base import (
     QKV,
@@ -33,7 +33,7 @@ class HeadGroups(ManyTiles):
         self.capabilities = kernel.capabilities
 
     def forward_many(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, launch: Launch, *, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float
     ) -> OutLse:
         """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows).
 
@@ -89,8 +89,6 @@ class HeadGroups(ManyTiles):
             dv[:, kv_heads] += part_v
         return dq, dk.to(k.dtype), dv.to(k.dtype)
 
-    def _groups(
-        self, q: torch.Tensor, k: torch.Tensor, launch: Launch
-    ) -> list[tuple[slice, slice]]:
+    def _groups(self, q: Tensor, k: Tensor, launch: Launch) -> list[tuple[slice, slice]]:
         elements = call_elements(q.shape[0], max(launch.rows), len(launch.calls), q.shape[3])
         return head_groups(q.shape[1], k.shape[1], elements, self.capabilities.elements)
