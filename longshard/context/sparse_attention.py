@@ -84,35 +84,28 @@ def sparse_attention(
 
     Raises:
         ContextParallelError: The inputs do not fit each other, or the plan did not cut them.
-        ContextParallelError: The plan's mask has a window that is not causal, or keys of another length.
     """
-    settings = [float(x) for x in settings]
-    return SparseResult(*operator(q, latent, up, list(index), plan, settings))
+    numbers = [float(x) for x in settings]
+    return SparseResult(*operator([q, latent, up, *index], plan, numbers))
 
 
 @torch.library.custom_op("longshard::sparse_attention", mutates_args=())
 def operator(
-    q: Tensor,
-    latent: Tensor,
-    up: Tensor,
-    index: Sequence[Tensor],
-    plan: Tensor | None,
-    settings: Sequence[float],
+    inputs: Sequence[Tensor], plan: Tensor | None, settings: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `sparse_attention`.
 
     Args:
-        q: As in `sparse_attention`, (B, H, S, N + P).
-        latent: (B, S, R + P).
-        up: (H, N + V, R).
-        index: The tensors of `Index`: (B, S, J, D), (B, S, D) and (B, S, J).
+        inputs: q, latents and `up`, as in `sparse_attention`, (B, H, S, N + P), (B, S, R + P) and (H, N + V, R); and
+            the tensors of `Index`, (B, S, J, D), (B, S, D) and (B, S, J).
         plan: The handle, (B,) int64; None if absent.
         settings: The fields of `SparseSettings`, in order.
 
     Returns:
         As `SparseResult`.
     """
-    call = _call(q, latent, up, index, plan, settings)
+    call = _call(*inputs, plan, settings)
+    q, latent, up, *_ = inputs
     whole = call.whole
     chosen = q.new_empty(*latent.shape[:2], 0, dtype=torch.int32)
     if call.how.per_query:
@@ -135,24 +128,22 @@ def operator(
 def _operator_backward(
     dout: Tensor,
     dloss: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    up: Tensor,
-    index: Sequence[Tensor],
+    inputs: Sequence[Tensor],
     chosen: Tensor,
     plan: Tensor | None,
     settings: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and of the index."""
-    call = _call(q, latent, up, index, plan, settings)
+    call = _call(*inputs, plan, settings)
+    q, latent, up, *index = inputs
     rows = call.rows
     dq = rows_first(q, *q.shape[1:])
     dup = wide(up).new_zeros(up.shape)
     drows = wide(rows).new_zeros(rows.shape)
     queries, keys, weights = (x.new_zeros(x.shape) for x in index)
     for part, seen, attended in call.parts(chosen):
-        inputs = wide(dout[:, :, part]), wide(q[:, :, part]), seen, attended, wide(up)
-        gradients = attention_gradients(*inputs, call.how.scale)
+        own = wide(dout[:, :, part]), wide(q[:, :, part]), seen, attended, wide(up)
+        gradients = attention_gradients(*own, call.how.scale)
         dq[:, :, part] = gradients.queries.to(dq.dtype)
         dup += gradients.weights
         dkeys = gradients.rows.new_zeros(*gradients.rows.shape[:-1], keys.shape[2])
@@ -161,8 +152,8 @@ def _operator_backward(
             queries[:, part] = learned.queries.to(q.dtype)
             weights[:, part] = learned.weights.to(q.dtype)
             dkeys = learned.rows
-        own = chosen[:, part] if call.how.per_query else None
-        add_rows(drows, torch.cat((gradients.rows, dkeys), -1), own)
+        places = chosen[:, part] if call.how.per_query else None
+        add_rows(drows, torch.cat((gradients.rows, dkeys), -1), places)
     returned = call.whole.returned(drows).to(latent.dtype)
     dlatent, dkeys = returned.tensor_split([latent.shape[2]], -1)
     return dq, dlatent.clone(), dup.to(up.dtype), queries, dkeys.clone(), weights
@@ -290,8 +281,9 @@ class _Call(NamedTuple):
             yield part, seen, attend(q, seen, self.latent_dim, wide(self.up), self.how.scale)
 
 
-def _call(q, latent, up, index, plan, settings) -> _Call:
+def _call(q, latent, up, *others) -> _Call:
     """Check the inputs of a call; return it with the rows of the whole sequence, a collective."""
+    *index, plan, settings = others
     rows = latent.shape[:2]
     index = Index(*index)
     fits = (
@@ -314,7 +306,8 @@ def _call(q, latent, up, index, plan, settings) -> _Call:
 
 
 @operator.register_fake
-def _(q, latent, up, index, plan, settings):
+def _(inputs, plan, settings):
+    q, latent, up, *_ = inputs
     batch, rows = latent.shape[:2]
     out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
     chosen = q.new_empty(batch, rows, int(settings[1]), dtype=torch.int32)
@@ -322,24 +315,23 @@ def _(q, latent, up, index, plan, settings):
 
 
 @_operator_backward.register_fake
-def _(dout, dloss, q, latent, up, index, chosen, plan, settings):
-    others = (x.new_empty(x.shape) for x in (latent, up, *index))
+def _(dout, dloss, inputs, chosen, plan, settings):
+    q, *others = inputs
+    others = (x.new_empty(x.shape) for x in others)
     return rows_first(q, *q.shape[1:]), *others
 
 
 def _save(ctx, inputs, output) -> None:
-    q, latent, up, index, plan, ctx.settings = inputs
+    tensors, plan, ctx.settings = inputs
     chosen = output[1]
-    ctx.save_for_backward(q, latent, up, *index, chosen, plan)
+    ctx.save_for_backward(*tensors, chosen, plan)
     ctx.mark_non_differentiable(chosen)
 
 
 def _differentiate(ctx, dout: Tensor, _dchosen: Tensor, dloss: Tensor):
-    q, latent, up, *index, chosen, plan = ctx.saved_tensors
-    *gradients, dqueries, dkeys, dweights = _operator_backward(
-        dout, dloss, q, latent, up, index, chosen, plan, ctx.settings
-    )
-    return *gradients, [dqueries, dkeys, dweights], None, None
+    *inputs, chosen, plan = ctx.saved_tensors
+    gradients = _operator_backward(dout, dloss, inputs, chosen, plan, ctx.settings)
+    return [*gradients], None, None
 
 
 operator.register_autograd(_differentiate, setup_context=_save)

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
 from longshard.sharding.layout import AxisLayout
@@ -43,10 +42,10 @@ Tiles = Mapping[int, Tile]
 def slide(
     x: DomainTensor,
     ways: Mapping[int, Way],
-    function: Callable[[Tensor, Tiles], Tensor],
+    function: Callable[[torch.Tensor, Tiles], torch.Tensor],
     *,
     channels: int | None = None,
-    parameters: Sequence[Tensor | None] = (),
+    parameters: Sequence[torch.Tensor | None] = (),
     periodic: bool = False,
 ) -> DomainTensor:
     """Return the function of the windows of x, put together from tiles. Exchanges come before local dimensions.
@@ -93,8 +92,8 @@ def slide(
 
 
 def _tile_by_tile(
-    x: Tensor, tiles: list, function: Callable, chosen: dict[int, Tile]
-) -> Tensor:
+    x: torch.Tensor, tiles: list, function: Callable, chosen: dict[int, Tile]
+) -> torch.Tensor:
     if not tiles:
         return function(x, chosen)
     (dim, parts), *others = tiles
@@ -206,7 +205,7 @@ def conv(
             around[dim] = window.before
     steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
 
-    def compute(part: Tensor, _: Tiles) -> Tensor:
+    def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
         return function(part, weight, bias, steps, tuple(around.values()), gaps, groups)
 
     return slide(
@@ -231,7 +230,7 @@ def _conv_transpose(
         for d, w in windows.items()
     }
 
-    def compute(part: Tensor, tiles: Tiles) -> Tensor:
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         cuts = {dim: _cut(tile, windows[dim]) for dim, tile in tiles.items()}
         around = (
             (0, cuts[dim][2]) if dim in cuts else (w.before, w.extra)
@@ -282,7 +281,7 @@ def _max_pool(
         *((w.kernel, w.stride, w.dilation) for w in windows.values()), strict=True
     )
 
-    def compute(part: Tensor, tiles: Tiles) -> Tensor:
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         for dim, tile in tiles.items():
             (first, stop) = tile.outputs
             window = windows[dim]
@@ -315,7 +314,7 @@ def _avg_pool(
     windows = _windows(function, x, kernel_size, stride or kernel_size, padding, ceil=ceil_mode)
     kernels, steps = zip(*((w.kernel, w.stride) for w in windows.values()), strict=True)
 
-    def compute(part: Tensor, tiles: Tiles) -> Tensor:
+    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
         total = part.to(wide_type(part.dtype))  # a sum may overflow in float16
         if len(windows) == 1:  # the function for one dimension has no divisor
             total = F.avg_pool2d(
@@ -379,7 +378,7 @@ def on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainT
 @rule("unfold", first_only=True)
 def _unfold(function, x, *args, **kwargs) -> DomainTensor:
     """Return the windows of one dimension (Tensor.unfold), or the columns of an image (F.unfold)."""
-    return (_unfolded if function is Tensor.unfold else _columns)(x, *args, **kwargs)
+    return (_unfolded if function is torch.Tensor.unfold else _columns)(x, *args, **kwargs)
 
 
 def _unfolded(

@@ -18,7 +18,7 @@ from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
 from trainer.config.loader import parse_command_line
 from trainer.families.decoder_args import sizes
-from trainer.job.attention import trains_indexers_alone
+from trainer.job.sparse_attention import trains_indexers_alone
 from trainer.runtime.process_group import Process
 
 pytestmark = pytest.mark.about("trainer/models/sparse_attention.py")

@@ -224,11 +224,11 @@ class GenerationCache:
         up: Tensor | None = None,
     ) -> Tensor:
         """Attend to the keys and values of all tokens so far; shapes as in the module."""
-        keys, values = self._keep_new(module, k, v)
-        seen = self._visible(keys.shape[2], module.sliding_window)
+        kept = self._keep_new(module, k, v)
+        seen = self._visible(kept[0].shape[2], module.sliding_window)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         settings = {"scale": scale, "softcap": module.softcap, "sinks": sinks, "up": up}
-        return self._attended(q, keys, values, seen, **settings)
+        return self._attended(q, kept, seen, **settings)
 
     def _attend_to_chosen(
         self,
@@ -247,7 +247,7 @@ class GenerationCache:
         scores = index_scores(index.queries, keys.squeeze(1), index.weights)
         scores = scores.masked_fill(~seen, -torch.inf)
         seen = seen & self._chosen(scores, module.per_query)
-        out = self._attended(q, latents, latents[..., :0], seen, scale=scale, up=up)
+        out = self._attended(q, (latents, latents), seen, scale=scale, up=up)
         return out, out.new_zeros(out.shape[0], out.shape[2])
 
     def _chosen(self, scores: Tensor, per_query: int) -> Tensor:
@@ -277,8 +277,7 @@ class GenerationCache:
     def _attended(
         self,
         q: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        kept: tuple[Tensor, ...],
         seen: Tensor,
         *,
         scale: float,
@@ -288,8 +287,9 @@ class GenerationCache:
     ) -> Tensor:
         """Return attention to the kept tokens of all ranks; shapes as in the module.
 
-        seen: (B, S, T), which of this rank's kept tokens each new token sees.
+        kept: keys and values of this rank's tokens, (B, K, T, D). seen: (B, S, T), which of them a new token sees.
         """
+        keys, values = kept
         dtype = wide_type(q.dtype)
         if up is not None:
             q, value_projection = absorbed(q, keys, up)

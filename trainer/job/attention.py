@@ -23,6 +23,7 @@ from longshard.sharding.errors import OptionError
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.families.args import ModelArgs, has_windows, latent_of, widest_head, windows_of
+from trainer.job.sparse_attention import check_sparse, is_sparse
 
 # Assumed number of tiles in the largest stage, to choose a kernel before documents are known. With 131,072 tokens in
 # exponentially distributed documents of 500 tokens on average, a stage has 252 tiles on one rank, 128 on two ranks and
@@ -61,7 +62,7 @@ def resolve_attention(
         ), ""
     options = _options_before_auto(config, device_type)
     reason = ""
-    if _is_sparse(model):
+    if is_sparse(model):
         options = replace(options, method="all_gather")
         reason = "sparse attention reads the rows of all tokens"
     elif parallelism.context_parallel_method == "auto":
@@ -80,51 +81,14 @@ def resolve_attention(
     ), reason
 
 
-def _is_sparse(model: ModelArgs) -> bool:
-    """Return whether an indexer chooses the keys of attention."""
-    return getattr(model, "index", None) is not None
-
-
-def _check_sparse(parallelism: Parallelism) -> None:
-    """Raise a ConfigError if a setting is for attention by a plan, and not for sparse attention."""
-    possible = {
-        "method": ("auto", "all_gather", "ring"),  # the last one is the default
-        "kernel": ("auto",),
-        "gradient_dtype": ("float32",),
-    }
-    for key, values in possible.items():
-        if (value := getattr(parallelism, f"context_parallel_{key}")) not in values:
-            raise ConfigError(
-                f"parallelism.context_parallel_{key} = {value!r} is not for a model whose queries choose their keys: "
-                f"it gathers the rows of all tokens, in plain PyTorch; use {' or '.join(map(repr, values))}"
-            )
-
-
-def trains_indexers_alone(config: JobConfig, model: ModelArgs) -> bool:
-    """Return whether `optimizer.groups` trains indexers and nothing else of attention: then attention sees all keys.
-
-    It is the dense warm-up of sparse attention (DeepSeek-V3.2-Exp, 2025).
-
-    Args:
-        config: The configuration of the run.
-        model: The arguments of the model.
-    """
-
-    def is_fixed(module: str) -> bool:
-        group = config.optimizer.group_of(f"layers.0.attention.{module}.weight")
-        return group is not None and group.lr_factor == 0
-
-    return _is_sparse(model) and is_fixed("wo") and not is_fixed("indexer.keys")
-
-
 def _needs_plan(config: JobConfig, model: ModelArgs, device_type: str) -> bool:
     """Return whether attention needs a context-parallel plan, as for bands, softcap, sinks or very long sequences.
 
     Raises:
         ConfigError: The configured kernel lacks a feature that the model needs.
     """
-    if _is_sparse(model):
-        _check_sparse(config.parallelism)
+    if is_sparse(model):
+        check_sparse(config.parallelism)
         return config.plans_attention
     needs = _needs(config, model)
     kernel = config.parallelism.context_parallel_kernel
@@ -257,7 +221,7 @@ def kernel_of(
     Raises:
         ConfigError: The configured kernel cannot compute this attention there.
     """
-    if _is_sparse(model):
+    if is_sparse(model):
         return "plain PyTorch"
     training = config.training
     windows = has_windows(model)
@@ -336,7 +300,7 @@ def batch_chooser(
     degree = config.parallelism.context_parallel_degree
     documents = config.masks_documents
     method = config.parallelism.context_parallel_method
-    if method != "auto" or degree == 1 or not documents or _is_sparse(model):
+    if method != "auto" or degree == 1 or not documents or is_sparse(model):
         return None
     local = _local_shape(config, model, device_type)
     sharing = _sharing(node, config.parallelism.tensor_parallel_degree)

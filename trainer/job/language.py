@@ -22,13 +22,7 @@ from trainer.families.args import (
     windows_of,
 )
 from trainer.families.feed_forward_args import has_grouped_product
-from trainer.job.attention import (
-    check_qk_clip,
-    faster_packages,
-    kernel_of,
-    resolve_attention,
-    trains_indexers_alone,
-)
+from trainer.job.attention import check_qk_clip, faster_packages, kernel_of, resolve_attention
 from trainer.job.data import (
     check_chat,
     check_mixture,
@@ -49,6 +43,7 @@ from trainer.job.record import (
     TaskSpec,
     size_words,
 )
+from trainer.job.sparse_attention import trains_indexers_alone
 from trainer.job.training import check_chunks
 from trainer.job.transforms import check_float8
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from trainer.families.decoder_tensors import hf_tensor
-from trainer.job.attention import trains_indexers_alone
 from trainer.job.record import ResolvedJob
+from trainer.job.sparse_attention import trains_indexers_alone
 from trainer.models.chunked_loss import apply_chunked_loss
 from trainer.models.decay import Decay
 from trainer.models.decoder import Transformer
