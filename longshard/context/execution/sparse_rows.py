@@ -1,7 +1,7 @@
 """Sparse attention over latents in plain PyTorch: the choice of keys, attention to chosen keys, and its backward.
 
 An indexer scores each pair of a query t and a key s, and a query attends to the `per_query` keys with the highest
-scores (DeepSeek-V3.2-Exp, 2025; names of shapes as there):
+scores (DeepSeek-V3.2-Exp, 2025):
 
     I(t, s) = sum over index heads j of w_j(t) relu(q_j(t) . k(s))
 
