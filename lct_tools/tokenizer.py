@@ -110,9 +110,8 @@ def main(argv: list[str]) -> int:
     output.write_bytes(
         b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
     )
-    documents = next(numbers)
     print(
-        f"{output}: {len(tokens)} tokens from {documents} documents of {args.dataset}\n"
+        f"{output}: {len(tokens)} tokens from {next(numbers)} documents of {args.dataset}\n"
         f"next: lct train --model.tokenizer_path {output}"
     )
     return 0

@@ -223,7 +223,9 @@ time.sleep(60)
 )
 def test_a_stopped_program_is_not_taken_for_done(sent: str, arrives: str, code: int, ends: int) -> None:
     command = ["bash", DEPLOY / "resumable.sh", sys.executable, "-c", PROGRAM, str(code), arrives]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    # A shell cannot trap a signal that its parent ignores, as a shell's background processes ignore SIGINT.
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **heard) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.Signals[sent])
         assert process.communicate(timeout=20)[0] == f"saved {arrives}\n"
