@@ -85,6 +85,8 @@ BROUGHT = {
     "weather.nc": 'python -c \'import numpy, xarray; data = ("time", "y", "x"), numpy.ones((2, 3, 4)); '
     'xarray.Dataset({"t": data}).to_netcdf("weather.nc", engine="h5netcdf")\'',
     # what runs leave
+    "outputs/chat": "lct train sft --model.path ./Llama-3.2-1B-Instruct --training.dataset_path chat.jsonl "
+    "--optimizer.lr 1e-5 --training.steps 200 --job.dump_folder outputs/chat",
     "outputs/llama3_8b/checkpoint/step-10000": "mkdir -p outputs/llama3_8b/checkpoint/step-10000",
     "outputs/debug_model/tb": "lct train",
     "outputs/pretrain": "lct train examples/pretrain/pretrain.toml --ngpu 1 --training.steps 4000",  # short: 80 steps
