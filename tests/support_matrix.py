@@ -57,7 +57,8 @@ OF_PAIRS = (
     *("Muon", "multi-token prediction", "multi-token prediction of DeepSeek-V3"),
     *("experts divided over ranks", "gpt-oss: experts, windows, sinks, documents"),
     *("Gemma 2: soft-caps, norms around, windows", "GLM-4.5: sigmoid router, shared expert, a dense layer"),
-    *("DeepSeek-V3: latent attention, documents", "Kimi Linear: Kimi Delta and latent attention, documents"),
+    *("DeepSeek-V3: latent attention, documents", "DeepSeek-V3.2: sparse attention, documents"),
+    "Kimi Linear: Kimi Delta and latent attention, documents",
     *("Granite 4: Mamba-2 and experts, documents", "Qwen3-Next: Gated DeltaNet and experts, documents"),
 )
 OF_TRIPLES = ("as it is", "packed documents", "recompute operators", "Muon", "multi-token prediction")
@@ -192,6 +193,7 @@ FEATURES: dict[str, Feature] = {
         )
         for feature, family in (
             ("DeepSeek-V3: latent attention, documents", "deepseek_v3"),
+            ("DeepSeek-V3.2: sparse attention, documents", "deepseek_v32"),
             ("Kimi Linear: Kimi Delta and latent attention, documents", "kimi_linear"),
             ("Granite 4: Mamba-2 and experts, documents", "granitemoehybrid"),
             ("Qwen3-Next: Gated DeltaNet and experts, documents", "qwen3_next"),
