@@ -15,6 +15,13 @@ def test_the_page_is_what_the_families_and_transformers_say() -> None:
     assert PAGE.read_text() == page(), f"docs/hugging_face_list.md is stale: {COMMAND}"
 
 
+def test_the_readme_counts_the_architectures_that_are_read() -> None:
+    known = [name for name in CLASSES if name in taken()]
+    assert (
+        f"[{len(known)} architectures](docs/hugging_face_list.md)" in PAGE.parents[1].joinpath("README.md").read_text()
+    )
+
+
 def test_each_architecture_is_taken_or_refused_once() -> None:
     names = [name for names in refused().values() for name in names]
     assert sorted(names) == sorted(missing())
