@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longshard.context.attention import add_autocast_rules
@@ -56,7 +57,8 @@ class SparseResult(NamedTuple):
     """The results of one call of sparse attention."""
 
     output: Tensor
-    """(B, H, S, V). A query that sees no key has the output 0."""
+    """(B, H, S, V). A query that sees no key has the output 0. A query with an index score that is not a number has an
+    output that is not a number."""
     chosen: Tensor
     """(B, S, per_query) int32, positions of the chosen keys in the sequence, ascending; -1 in places without a key."""
     loss: Tensor
@@ -111,17 +113,21 @@ def operator(
     if call.how.per_query:
         keys = call.rows[..., latent.shape[2] :]
         chosen = choose(call.index, keys, whole.visible, call.how.per_query, whole.length)
+        lost = (chosen < 0).all(-1) & _sees_keys(whole.visible).to(chosen.device)
     out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
     loss = q.new_zeros(latent.shape[:2], dtype=wide_type(q.dtype))
     lse = loss.new_empty(q.shape[:3])
     for part, keys, attended in call.parts(chosen):
         out[:, :, part] = attended.output.to(out.dtype)
+        if call.how.per_query:
+            out[:, :, part].masked_fill_(lost[:, None, part, None], torch.nan)
         lse[:, :, part] = attended.lse
         if call.how.learns:
             loss[:, part] = Divergence(call.index_at(part), keys, attended).loss
     if whole.live is not None:
         whole.live.show_scores(whole.layer, lse, whole.sequences)
-    return out, chosen, loss
+    spare = int(settings[1]) - chosen.shape[2]
+    return out, F.pad(chosen, (0, spare), value=-1), loss
 
 
 @torch.library.custom_op("longshard::sparse_attention_backward", mutates_args=())
@@ -136,6 +142,7 @@ def _operator_backward(
     """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and of the index."""
     call = _call(*inputs, plan, settings)
     q, latent, up, *index = inputs
+    chosen = chosen[..., : call.how.per_query]
     rows = call.rows
     dq = rows_first(q, *q.shape[1:])
     dup = wide(up).new_zeros(up.shape)
@@ -149,14 +156,20 @@ def _operator_backward(
         dkeys = gradients.rows.new_zeros(*gradients.rows.shape[:-1], keys.shape[2])
         if call.how.learns:
             learned = Divergence(call.index_at(part), seen, attended).gradients(dloss[:, part])
-            queries[:, part] = learned.queries.to(q.dtype)
-            weights[:, part] = learned.weights.to(q.dtype)
+            queries[:, part] = learned.queries
+            weights[:, part] = learned.weights
             dkeys = learned.rows
         places = chosen[:, part] if call.how.per_query else None
         add_rows(drows, torch.cat((gradients.rows, dkeys), -1), places)
-    returned = call.whole.returned(drows).to(latent.dtype)
-    dlatent, dkeys = returned.tensor_split([latent.shape[2]], -1)
-    return dq, dlatent.clone(), dup.to(up.dtype), queries, dkeys.clone(), weights
+    latent_sums, key_sums = call.whole.returned(drows).tensor_split([latent.shape[2]], -1)
+    dlatent = latent_sums.to(latent.dtype, copy=True)
+    dkeys = key_sums.to(keys.dtype, copy=True)
+    return dq, dlatent, dup.to(up.dtype), queries, dkeys, weights
+
+
+def _sees_keys(visible: Tensor) -> Tensor:
+    """Return whether each query sees a key, (B or 1, S). visible: as in `_Whole`."""
+    return visible[..., 1] > visible[..., 0]
 
 
 def _value_dim(q: Tensor, latent: Tensor, up: Tensor) -> int:
@@ -269,7 +282,9 @@ class _Call(NamedTuple):
         rows = self.rows
         per_query = self.how.per_query
         row_channels = rows.shape[2] if per_query else 0
-        size = queries_at_a_time(self.q, row_channels, per_query or rows.shape[1])
+        index_heads = self.index.weights.shape[2]
+        keys = per_query or rows.shape[1]
+        size = queries_at_a_time(self.q, index_heads, row_channels, keys)
         for start in range(0, self.q.shape[2], size):
             part = slice(start, start + size)
             seen = (
@@ -299,8 +314,8 @@ def _call(q, latent, up, *others) -> _Call:
             "(H, N + V, R), (B, S, J, D), (B, S, D) and (B, S, J)"
         )
     scale, per_query, learns = settings
-    how = SparseSettings(scale, int(per_query), bool(learns))
     whole = _Whole(plan, rows[1])
+    how = SparseSettings(scale, min(int(per_query), whole.length), bool(learns))
     collected = whole.collected(torch.cat((latent, index.keys), -1))
     return _Call(q, up, latent.shape[2], index, how, whole, collected)
 

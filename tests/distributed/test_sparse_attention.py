@@ -215,6 +215,44 @@ def test_of_equal_scores_the_earlier_keys_count() -> None:
     assert sparse_rows.highest(scores, places, 6)[1].tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_an_index_that_is_no_number_is_not_hidden(number: float) -> None:
+    """Queries from the key on have no number as output; scores beyond all numbers still choose visible keys."""
+    q, latent, up, *index = Case().inputs()
+    index[1] = index[1].abs() + 1
+    index[0] = index[0].abs() + 1
+    index[2] = index[2].abs() + 1
+    index[2][:, 20] = number
+    got = sparse_attention(q, latent, up, Index(*index), None, SparseSettings(0.3, 7))
+    finite = got.output.isfinite().all(-1).all(1)
+    assert finite[:, :20].all()
+    assert finite[:, 21:].all()
+    assert finite[:, 20].any() == (number == number)
+    if number == number:
+        assert (got.chosen[:, 20] >= 0).all()
+
+
+def test_more_keys_than_tokens_are_all_keys() -> None:
+    q, latent, up, *index = Case().inputs()
+    everything = sparse_attention(q, latent, up, Index(*index), None, SparseSettings(0.3, 37))
+    got = sparse_attention(q, latent, up, Index(*index), None, SparseSettings(0.3, 1000))
+    assert got.chosen.shape == (BATCH, 37, 1000)
+    assert torch.equal(got.output, everything.output)
+    assert (got.chosen[..., 37:] == -1).all()
+
+
+def test_places_without_a_key_come_last_for_any_rows() -> None:
+    *_, queries, keys, weights = Case(48).inputs()
+    visible = torch.from_numpy((documents([16, 16, 16]) & causal(48)).intervals())
+    with mock.patch.multiple(sparse_rows, TILE_BYTES=0, KEYS=16):
+        index = Index(queries, keys, weights)
+        whole = sparse_rows.choose(index, keys, visible, 8, 48)
+        part = Index(*(x[:, 32:] for x in index))
+        assert torch.equal(sparse_rows.choose(part, keys, visible[:, 32:], 8, 48), whole[:, 32:])
+    assert (whole.diff(dim=-1)[whole[..., 1:] >= 0] > 0).all()
+    assert whole[0, 34].tolist() == [32, 33, 34, -1, -1, -1, -1, -1]
+
+
 def test_bytes_are_those_of_latents_and_index_keys(pool: WorkerPool) -> None:
     """Each token's row goes to every other rank twice, and its gradient comes back once, in float64."""
     degree, case = 3, Case(36)

@@ -10,15 +10,20 @@ from lct_planner.tracing import trace
 from longshard.context.execution import sparse_rows
 from longshard.context.execution.sparse_rows import Index
 from longshard.context.sparse_attention import SparseSettings, sparse_attention
-from tests.distributed.harness import FAMILY_FLAVORS, assert_parity, run_layout
+from tests.distributed.attention_cases import relative
+from tests.distributed.harness import FAMILY_FLAVORS, assert_parity, run_layout, trainer_of, whole
 from tests.distributed.memory_cases import job_of
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_activation_checkpoint import MODES, counted_case
 from tests.distributed.test_parity import degrees, reference
 from tests.slow import slow
+from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.families.decoder_args import sizes
+from trainer.job import resolve
+from trainer.job.language import _attention
 from trainer.job.sparse_attention import trains_indexers_alone
+from trainer.models.auxiliary_loss import normalise_auxiliary_losses
 from trainer.runtime.process_group import Process
 
 pytestmark = pytest.mark.about("trainer/models/sparse_attention.py")
@@ -114,10 +119,59 @@ def test_the_warm_up_trains_indexers_alone_and_reads_all_keys(pool: WorkerPool) 
 
 def test_only_the_groups_of_the_warm_up_make_attention_dense() -> None:
     model = FAMILY_FLAVORS["deepseek_v32"]["tiny"]
-    for groups, wanted in ((WARM_UP, True), (OTHERS, False), ([], False)):
+    one = [OTHERS[0], "{parameters = 'layers.0.*.wo.weight', lr_factor = 0.0}"]
+    some = [*WARM_UP[:1], "{parameters = '*.indexer.keys.*', lr_factor = 1.0}", *WARM_UP[2:]]
+    for groups, wanted in ((WARM_UP, True), (OTHERS, False), ([], False), (one, False), (some, False)):
         config = parse_command_line([*MODEL, *groups]).config
         assert trains_indexers_alone(config, model) == wanted
         assert not trains_indexers_alone(config, FAMILY_FLAVORS["deepseek_v3"]["tiny"])
+
+
+def padding_case() -> float:
+    """Relative difference of the indexers' gradients of 12 tokens, alone and before 5 rows of padding."""
+    gradients = []
+    with trainer_of(["--model.name=deepseek_v32", "--training.dtype=float64"]) as trainer:
+        (part,) = trainer.model_parts
+        normalise_auxiliary_losses(part, torch.ones(()))
+        for padding in (0, 5):
+            tokens = torch.arange(12 + padding).unsqueeze(0) * 7 % 50
+            positions = torch.arange(12 + padding).unsqueeze(0)
+            positions[:, 12:] = -1
+            part.zero_grad()
+            part(tokens, positions=positions)[:, :12].square().sum().backward()
+            named = part.named_parameters()
+            gradients.append(torch.cat([whole(p.grad).flatten() for name, p in named if ".indexer." in name]))
+    return relative(gradients[1], gradients[0])
+
+
+def test_padding_teaches_an_indexer_nothing(pool: WorkerPool) -> None:
+    assert pool.run(1, padding_case)[0] < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("method", "all_to_all"), ("kernel", "math"), ("heads_per_pass", "1")],
+)
+def test_settings_of_planned_attention_are_refused(key: str, value: str) -> None:
+    arguments = ["--model.name=deepseek_v32", "--model.flavor=debugmodel", *degrees(cp=2)]
+    arguments.append("--parallelism.context_parallel_method=all_gather")
+    config = parse_command_line([*arguments, f"--parallelism.context_parallel_{key}={value}"]).config
+    with pytest.raises(ConfigError, match=f"context_parallel_{key} = .* is not for a model whose queries choose"):
+        resolve(config, 2, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "causal, to chosen keys: one rank has the whole sequence"),
+        (WARM_UP, "causal, all keys that a query sees: optimizer.groups trains indexers alone, by PyTorch itself"),
+        (["--training.attention_mask=document"], "kernel plain PyTorch (the only one for chosen keys)"),
+    ],
+)
+def test_the_summary_says_what_attention_is(arguments: list[str], words: str) -> None:
+    model = ["--model.name=deepseek_v32", "--model.flavor=debugmodel"]
+    job = resolve(parse_command_line([*model, *arguments]).config, 1, "cpu")
+    assert words in _attention(job)
 
 
 def planned_case(seq_len: int) -> tuple[float, float]:

@@ -97,6 +97,27 @@ SPARSE = (
         "tests/distributed/test_families.py::test_logits_are_those_of_transformers[deepseek_v32]",
     ),
     Mutant(
+        "padding teaches an indexer",
+        _MODULE,
+        "if positions is not None:",
+        "if positions is None:",
+        f"{_MODELS}::test_padding_teaches_an_indexer_nothing",
+    ),
+    Mutant(
+        "an index score that is not a number is hidden",
+        _ROWS,
+        "places.masked_fill((values == -torch.inf) | broken, -1)",
+        "places.masked_fill(values == -torch.inf, -1)",
+        f"{_TESTS}::test_an_index_that_is_no_number_is_not_hidden",
+    ),
+    Mutant(
+        "the warm-up begins when one module is fixed",
+        "trainer/job/sparse_attention.py",
+        'fixed == {name for name in names if ".indexer." not in name}',
+        "len(fixed) > 0",
+        f"{_MODELS}::test_only_the_groups_of_the_warm_up_make_attention_dense",
+    ),
+    Mutant(
         "generation chooses among the tokens of its own rank",
         "trainer/components/generation_cache.py",
         'all_reduce(whole, self._cp, "max")',

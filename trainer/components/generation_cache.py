@@ -259,7 +259,9 @@ class GenerationCache:
         places = kept.clamp(min=0).expand_as(scores)
         texts, new, _ = scores.shape
         whole = scores.new_full((texts, new, self._capacity * self._cp.size()), -torch.inf)
-        whole.scatter_reduce_(-1, places, scores, "amax")
+        whole.scatter_reduce_(
+            -1, places, scores.nan_to_num(torch.inf, neginf=-torch.inf), "amax"
+        )
         all_reduce(whole, self._cp, "max")
         numbers = torch.arange(whole.shape[2], device=scores.device).expand_as(whole)
         _, chosen = highest(whole, numbers, per_query)

@@ -30,10 +30,10 @@ def _read_index(config: Entries, *, adjacent_pairs: bool) -> Fields:
     config.only("indexer_rope_interleave", adjacent_pairs)
     sizes = {field: config.whole(key) for key, field in _INDEX.items()}
     rotated = config.whole("qk_rope_head_dim")
-    if config.content.get("q_lora_rank") is None or sizes["head_dim"] < rotated:
+    config.whole("q_lora_rank")  # the indexer reads the latents of queries
+    if sizes["head_dim"] < rotated:
         raise ConfigError(
-            f"{config.file}: an indexer needs q_lora_rank, the latents of queries that it reads, and index_head_dim = "
-            f"{sizes['head_dim']} of at least qk_rope_head_dim = {rotated}"
+            f"{config.file}: index_head_dim = {sizes['head_dim']} must be at least qk_rope_head_dim = {rotated}"
         )
     return {"index": IndexArgs(**sizes, adjacent_pairs=adjacent_pairs)}
 

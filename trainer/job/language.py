@@ -43,7 +43,7 @@ from trainer.job.record import (
     TaskSpec,
     size_words,
 )
-from trainer.job.sparse_attention import trains_indexers_alone
+from trainer.job.sparse_attention import is_sparse, trains_indexers_alone
 from trainer.job.training import check_chunks
 from trainer.job.transforms import check_float8
 
@@ -305,8 +305,12 @@ def _pipeline(job: ResolvedJob) -> str:
 def _attention(job: ResolvedJob) -> str:
     config = job.config
     options = job.attention
+    warm_up = ""
+    if trains_indexers_alone(config, job.model):
+        warm_up = ", all keys that a query sees: optimizer.groups trains indexers alone"
     if options is None:
-        return "causal, by PyTorch itself: one rank has the whole sequence"
+        how = "to chosen keys" if is_sparse(job.model) and not warm_up else "by PyTorch itself"
+        return f"causal{warm_up}, {how}: one rank has the whole sequence"
     mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
     if job.chunks > 1:
         where = "host" if config.training.sequence_chunks_offload else "device"
@@ -318,7 +322,7 @@ def _attention(job: ResolvedJob) -> str:
             "" if len(widths) == len(windows) else f" in {len(widths)} of {len(windows)} layers"
         )
         mask += f", a window of {widths[0]:,} tokens{where}"
-    parts = [mask]
+    parts = [mask + warm_up]
     if job.degrees.cp > 1:
         chosen = f" (auto: {job.attention_reason})" if job.attention_reason else ""
         parts.append(f"{options.method} over {job.degrees.cp} ranks{chosen}")
@@ -329,9 +333,9 @@ def _attention(job: ResolvedJob) -> str:
                 "balanced": "balanced: documents assigned by work and traffic, for each batch",
             }[options.balancer]
         )
-    if trains_indexers_alone(config, job.model):
-        parts[0] += ", all keys that a query sees: optimizer.groups trains indexers alone"
     how = "auto: by device, type and tiles" if options.kernel == "auto" else "as set"
+    if is_sparse(job.model):
+        how = "the only one for chosen keys"
     faster = faster_packages(job.kernel, config)
     return "; ".join([*parts, f"kernel {job.kernel} ({how})", *([faster] if faster else [])])
 

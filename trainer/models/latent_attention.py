@@ -80,7 +80,7 @@ class LatentAttention(Branch):
             x: (B, S, dim).
             freqs_cis: Rotary table. None if the layer rotates nothing.
             attention_plan: Handle of the open plan. None without a plan.
-            positions: Not used.
+            positions: (B, S), -1 for padding, which teaches an indexer nothing. None without packed documents.
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
         args = self.args.latent
@@ -108,7 +108,7 @@ class LatentAttention(Branch):
         latent = latent.transpose(1, 2)
         up = self.wkv_b().unflatten(0, (-1, args.nope_dim + args.value_dim))
         settings = {"scale": self.args.scale, "plan": attention_plan, "up": up}
-        out = self.attend(q, latent, settings, (x, queried, freqs_cis))
+        out = self.attend(q, latent, settings, (x, queried, freqs_cis, positions))
         return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)
 
     def attend(
@@ -116,7 +116,7 @@ class LatentAttention(Branch):
         q: Tensor,
         latent: Tensor,
         settings: Mapping[str, Any],
-        _inputs: Sequence[Tensor],
+        _inputs: Sequence[Tensor | None],
     ) -> Tensor:
         """Return attention to the keys and values of the latents, (B, H, S, V).
 
@@ -124,8 +124,8 @@ class LatentAttention(Branch):
             q: (B, H, S, N + P).
             latent: (B, 1, S, R + P).
             settings: Keyword arguments of the inner attention.
-            _inputs: What an indexer reads: the input of the layer, (B, S, dim), the latents of queries, (B, S, Q), and
-                the rotary table.
+            _inputs: What an indexer reads: the input of the layer, (B, S, dim), the latents of queries, (B, S, Q), the
+                rotary table, and the positions, (B, S).
         """
         return self.inner_attention.run(q, latent, latent[..., :0], **settings)
 

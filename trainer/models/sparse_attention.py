@@ -1,7 +1,7 @@
 """Latent attention in which an indexer chooses the keys of each query (DeepSeek-V3.2-Exp, 2025; GLM-5).
 
 The indexer reads the input of the layer and the latents of queries, and gives them no gradient. It learns by a loss of
-its own, see `longshard/context/execution/sparse_rows.py`, as long as its weights are trained. Its weights have no other
+its own, see `longshard/context/execution/sparse_rows.py`, as long as its weights require gradients. They have no other
 gradient, so the loss needs no coefficient.
 """
 
@@ -132,7 +132,7 @@ class SparseAttention(LatentAttention):
         q: Tensor,
         latent: Tensor,
         settings: Mapping[str, Any],
-        inputs: Sequence[Tensor],
+        inputs: Sequence[Tensor | None],
     ) -> Tensor:
         """Return attention to the chosen keys, (B, H, S, V). Its backward adds the gradient of the indexer's loss.
 
@@ -142,12 +142,14 @@ class SparseAttention(LatentAttention):
             settings: Keyword arguments of the inner attention.
             inputs: What the indexer reads, see `LatentAttention.attend`.
         """
-        x, queried, freqs_cis = inputs
+        x, queried, freqs_cis, positions = inputs
         index = self.indexer(x.detach(), queried.detach(), freqs_cis)
         learns = index.weights.requires_grad
         out, loss = self.inner_attention.run(q, latent, index, **settings, learns=learns)
         if not learns:
             return out
+        if positions is not None:
+            loss = loss.masked_fill(positions < 0, 0)
         # Each tensor-parallel rank compares the index with its own heads. The mean of these losses has the gradient of
         # the loss for all heads, as the gradient is linear in the weights of attention.
         share = q.shape[1] / self.args.n_heads

@@ -43,7 +43,7 @@ class Index(NamedTuple):
 def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: int) -> Tensor:
     """Return the positions of the keys that each query attends to, ascending: (B, S, per_query) int32.
 
-    If a query sees fewer keys, -1 fills its last places.
+    If a query sees fewer keys, -1 fills its last places. If one of its scores is not a number, it has no keys.
 
     Args:
         index: The index of this rank's queries; its keys are not used.
@@ -65,6 +65,7 @@ def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: 
         weights = _filled(index.weights[:, part], step)
         best = (queries.new_empty(batch, limits.shape[1], 0, dtype=wide_type(queries.dtype)),)
         best += (best[0].long(),)
+        broken = torch.zeros(batch, limits.shape[1], 1, dtype=torch.bool, device=device)
         first = int(limits[..., 0].min()) // width * width
         for tile in range(first, int(limits[..., 1].max()), width):
             scores = index_scores(
@@ -72,11 +73,15 @@ def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: 
             )
             places = torch.arange(tile, tile + width, device=device)
             seen = _is_visible(places, limits)
-            scores = scores[:, : limits.shape[1]].masked_fill(~seen, -torch.inf)
+            scores = scores[:, : limits.shape[1]].clamp(min=torch.finfo(scores.dtype).min)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            broken |= scores.isnan().any(-1, keepdim=True)
             pairs = zip(best, (scores, places.expand_as(scores)), strict=True)
             best = highest(*(torch.cat(pair, -1) for pair in pairs), per_query)
         values, places = best
-        chosen[:, part, : values.shape[2]] = places.masked_fill(values == -torch.inf, -1).int()
+        places = places.masked_fill((values == -torch.inf) | broken, -1)
+        at_the_end = (places < 0).int().argsort(dim=-1, stable=True)
+        chosen[:, part, : values.shape[2]] = places.gather(-1, at_the_end).int()
     return chosen
 
 
@@ -316,14 +321,15 @@ def add_rows(total: Tensor, gradient: Tensor, chosen: Tensor | None) -> None:
     total.flatten(0, 1).index_add_(0, places.flatten(), gradient.flatten(0, 2))
 
 
-def queries_at_a_time(q: Tensor, row_channels: int, keys: int) -> int:
+def queries_at_a_time(q: Tensor, index_heads: int, row_channels: int, keys: int) -> int:
     """Return how many queries are computed at a time, see `GATHERED_BYTES`.
 
     Args:
         q: (B, H, S, N + P).
+        index_heads: J.
         row_channels: Channels of a row; 0 if all queries have the same rows.
         keys: Number of keys of a query.
     """
-    channels = 2 * q.shape[1] + row_channels
+    channels = 2 * q.shape[1] + 3 * index_heads + row_channels
     size = q.shape[0] * keys * channels * wide_type(q.dtype).itemsize
     return max(GATHERED_BYTES // max(size, 1), 1)
