@@ -232,6 +232,15 @@ def test_an_index_that_is_no_number_is_not_hidden(number: float) -> None:
         assert (got.chosen[:, 20] >= 0).all()
 
 
+def test_a_key_that_is_no_number_is_not_hidden() -> None:
+    """Each query that sees the key has an output that is not a number, and no other query."""
+    q, latent, up, *index = Case().inputs()
+    index[1][:, 20] = torch.nan
+    got = sparse_attention(q, latent, up, Index(*index), None, SparseSettings(0.3, 7))
+    finite = got.output.isfinite().all(-1).all(1)
+    assert finite.tolist() == BATCH * [[row < 20 for row in range(37)]]
+
+
 def test_more_keys_than_tokens_are_all_keys() -> None:
     q, latent, up, *index = Case().inputs()
     everything = sparse_attention(q, latent, up, Index(*index), None, SparseSettings(0.3, 37))

@@ -108,7 +108,7 @@ SPARSE = (
         _ROWS,
         "places.masked_fill((values == -torch.inf) | broken, -1)",
         "places.masked_fill(values == -torch.inf, -1)",
-        f"{_TESTS}::test_an_index_that_is_no_number_is_not_hidden",
+        f"{_TESTS}::test_a_key_that_is_no_number_is_not_hidden",
     ),
     Mutant(
         "the warm-up begins when one module is fixed",
