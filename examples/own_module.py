@@ -6,6 +6,7 @@ The library `longshard` and PyTorch are enough. docs/library.md explains the fou
 """
 
 import copy
+import gc
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,8 @@ def mean_loss(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> t
     return F.cross_entropy(logits, labels.flatten(), reduction="sum") / 34  # labels of the whole batch
 
 
-def main() -> None:
+def compare() -> None:
     """Compare the gradients."""
-    dist.init_process_group("gloo")  # on GPUs "nccl", "cuda" in the mesh, and model and tensors on the rank's GPU
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)  # every rank has the same weights and the same text
     one_process = nn.Sequential(nn.Embedding(256, 32), Attention(), nn.Linear(32, 256)).double()
@@ -65,8 +65,10 @@ def main() -> None:
 
     if dist.get_rank() == 0:
         print(f"gradients over {dist.get_world_size()} ranks equal the gradients of one process")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    dist.init_process_group("gloo")  # on GPUs "nccl", "cuda" in the mesh, and model and tensors on the rank's GPU
+    compare()
+    gc.collect()  # FSDP's modules, which refer to each other, end before the process group: else a thread may abort the exit
+    dist.destroy_process_group()
