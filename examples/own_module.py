@@ -70,5 +70,6 @@ def compare() -> None:
 if __name__ == "__main__":
     dist.init_process_group("gloo")  # on GPUs "nccl", "cuda" in the mesh, and model and tensors on the rank's GPU
     compare()
-    gc.collect()  # FSDP's modules, which refer to each other, end before the process group: else a thread may abort the exit
+    # FSDP's modules refer to each other. They end before the process group: else a thread may abort the exit.
+    gc.collect()
     dist.destroy_process_group()
