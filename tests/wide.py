@@ -33,7 +33,7 @@ WIDE: dict[str, tuple[str, ...]] = {
         "smollm3-pp2",
     ),
     "tests/distributed/test_families.py::test_adapters_of_hybrid_layers_train_on_ranks": (),
-    "tests/distributed/test_families.py::test_gradients_are_those_of_transformers": (
+    "tests/distributed/test_families.py::test_gradients_and_a_step_are_those_of_transformers": (
         "olmo3",
         "gemma3",
         "gemma4-shared",

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.context.attention_inputs import AttentionInputs, AttentionSettings
@@ -65,7 +65,7 @@ class LivePlan:
     mask: Mask | None = None
     options: ContextParallelOptions = field(default_factory=ContextParallelOptions)
     kv_layout: AxisLayout | None = None
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+    groups: tuple[ProcessGroup, ProcessGroup] | None = None
     chunk: tuple[int, ChunkRows] | None = None
     hooks: AttentionHooks = NO_HOOKS
     calls: int = 0
@@ -263,7 +263,7 @@ def opened(
 
 def flat_mesh(
     mesh: DeviceMesh, options: ContextParallelOptions
-) -> tuple[DeviceMesh, tuple[dist.ProcessGroup, dist.ProcessGroup] | None]:
+) -> tuple[DeviceMesh, tuple[ProcessGroup, ProcessGroup] | None]:
     """Return the 1-D mesh of all ranks, and the groups of `LivePlan`.
 
     Args:
@@ -359,7 +359,7 @@ class Mark:
         group: The group; None in a mark that was loaded.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: ProcessGroup | None) -> None:
         self.group = group
         _marks.add(self)
 

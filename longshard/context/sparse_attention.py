@@ -37,7 +37,7 @@ from longshard.context.execution.sparse_rows import (
 from longshard.context.live import LivePlan, layer_of, resolve
 from longshard.context.planning.mask import causal
 from longshard.context.planning.options import ContextParallelError
-from longshard.sharding.ranges import Offsets, Wanted
+from longshard.sharding.ranges import Wanted
 from longshard.sharding.rows import Axis, fetch, returned_rows
 from longshard.sharding.tensors import wide, wide_type
 
@@ -113,17 +113,20 @@ def operator(
     if call.how.per_query:
         keys = call.rows[..., latent.shape[2] :]
         chosen = choose(call.index, keys, whole.visible, call.how.per_query, whole.length)
-        lost = (chosen < 0).all(-1) & _sees_keys(whole.visible).to(chosen.device)
     out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
     loss = q.new_zeros(latent.shape[:2], dtype=wide_type(q.dtype))
     lse = loss.new_empty(q.shape[:3])
     for part, keys, attended in call.parts(chosen):
         out[:, :, part] = attended.output.to(out.dtype)
-        if call.how.per_query:
-            out[:, :, part].masked_fill_(lost[:, None, part, None], torch.nan)
         lse[:, :, part] = attended.lse
         if call.how.learns:
             loss[:, part] = Divergence(call.index_at(part), keys, attended).loss
+    if (
+        call.how.per_query
+    ):  # a query that sees keys and has chosen none has a score that is not a number
+        sees = whole.visible.diff(dim=-1).squeeze(-1) > 0
+        lost = sees.to(out.device) & (chosen < 0).all(-1)
+        out.masked_fill_(lost[:, None, :, None], torch.nan)
     if whole.live is not None:
         whole.live.show_scores(whole.layer, lse, whole.sequences)
     spare = int(settings[1]) - chosen.shape[2]
@@ -145,11 +148,11 @@ def _operator_backward(
     chosen = chosen[..., : call.how.per_query]
     rows = call.rows
     dq = rows_first(q, *q.shape[1:])
-    dup = wide(up).new_zeros(up.shape)
+    dup = torch.zeros_like(call.up)
     drows = wide(rows).new_zeros(rows.shape)
     queries, keys, weights = (x.new_zeros(x.shape) for x in index)
     for part, seen, attended in call.parts(chosen):
-        own = wide(dout[:, :, part]), wide(q[:, :, part]), seen, attended, wide(up)
+        own = wide(dout[:, :, part]), wide(q[:, :, part]), seen, attended, call.up
         gradients = attention_gradients(*own, call.how.scale)
         dq[:, :, part] = gradients.queries.to(dq.dtype)
         dup += gradients.weights
@@ -159,17 +162,11 @@ def _operator_backward(
             queries[:, part] = learned.queries
             weights[:, part] = learned.weights
             dkeys = learned.rows
-        places = chosen[:, part] if call.how.per_query else None
-        add_rows(drows, torch.cat((gradients.rows, dkeys), -1), places)
+        add_rows(drows, torch.cat((gradients.rows, dkeys), -1), chosen[:, part])
     latent_sums, key_sums = call.whole.returned(drows).tensor_split([latent.shape[2]], -1)
     dlatent = latent_sums.to(latent.dtype, copy=True)
     dkeys = key_sums.to(keys.dtype, copy=True)
     return dq, dlatent, dup.to(up.dtype), queries, dkeys, weights
-
-
-def _sees_keys(visible: Tensor) -> Tensor:
-    """Return whether each query sees a key, (B or 1, S). visible: as in `_Whole`."""
-    return visible[..., 1] > visible[..., 0]
 
 
 def _value_dim(q: Tensor, latent: Tensor, up: Tensor) -> int:
@@ -219,10 +216,9 @@ class _Whole:
             return fetch(own, *self._wanted, 1)
         number, waiting = self.chunk
         ranges = self.live.layout.ranges
-        key = self.layer, number
-        if number + 1 < len(ranges) and key not in waiting.rows:
-            rows = own.transpose(0, 1).contiguous()
-            waiting.rows[key] = Offsets(ranges[number]), waiting.keep(rows)
+        if number + 1 < len(ranges):
+            make = own.transpose(0, 1).contiguous
+            waiting.hold((self.layer, number), ranges[number], make)
         before = [waiting.rows[self.layer, i][1] for i in range(number)]
         for kept in before:
             kept.fetch()
@@ -239,9 +235,8 @@ class _Whole:
         *earlier, own = gradient.split(layout.lengths[: number + 1], 1)
         for i, part in enumerate(earlier):
             waiting.add((self.layer, i), layout.ranges[i], part.transpose(0, 1).contiguous())
-        key = self.layer, number
-        if waiting.rows.pop(key, None) is not None and key in waiting.gradients:
-            own = own + waiting.gradients.pop(key).take().transpose(0, 1)
+        if (held := waiting.release((self.layer, number))) is not None:
+            own = own + held[1].transpose(0, 1)
         return own
 
     @property
@@ -256,7 +251,7 @@ class _Call(NamedTuple):
 
     Attributes:
         q: The queries, (B, H, S, N + P).
-        up: (H, N + V, R).
+        up: (H, N + V, R), in a wide type.
         latent_dim: R + P.
         index: The index of this rank's rows.
         how: The settings.
@@ -293,7 +288,7 @@ class _Call(NamedTuple):
                 else visible_rows(rows, self.whole.visible[:, part])
             )
             q = wide(self.q[:, :, part])
-            yield part, seen, attend(q, seen, self.latent_dim, wide(self.up), self.how.scale)
+            yield part, seen, attend(q, seen, self.latent_dim, self.up, self.how.scale)
 
 
 def _call(q, latent, up, *others) -> _Call:
@@ -317,7 +312,7 @@ def _call(q, latent, up, *others) -> _Call:
     whole = _Whole(plan, rows[1])
     how = SparseSettings(scale, min(int(per_query), whole.length), bool(learns))
     collected = whole.collected(torch.cat((latent, index.keys), -1))
-    return _Call(q, up, latent.shape[2], index, how, whole, collected)
+    return _Call(q, wide(up), latent.shape[2], index, how, whole, collected)
 
 
 @operator.register_fake

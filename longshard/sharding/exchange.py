@@ -15,9 +15,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-Ranks = DeviceMesh | dist.ProcessGroup
+Ranks = DeviceMesh | ProcessGroup
 """A 1-D mesh, or a process group."""
 
 # kind -> calls of this process; tests compare the calls with the cost of a plan
@@ -85,8 +86,8 @@ def has_peers(over: Ranks) -> bool:
     return dist.get_backend(_group(over)) != "fake"
 
 
-def _group(over: Ranks) -> dist.ProcessGroup:
-    return over if isinstance(over, dist.ProcessGroup) else over.get_group()
+def _group(over: Ranks) -> ProcessGroup:
+    return over if isinstance(over, ProcessGroup) else over.get_group()
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class Pending:
         self.arrived = None
 
 
-def group_timeout(group: dist.ProcessGroup, device: torch.device | str) -> timedelta | None:
+def group_timeout(group: ProcessGroup, device: torch.device | str) -> timedelta | None:
     """Return the time-out of the collectives of a group; None if its backend has no time-out.
 
     Args:
@@ -145,7 +146,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device | str) -> timed
 
 def send_receive(
     transfers: Sequence[Transfer],
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     *,
     kind: str,
     arrived: Callable[[], None] | None = None,
@@ -179,7 +180,7 @@ def send_receive(
 
 
 def allocate(
-    group: dist.ProcessGroup, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    group: ProcessGroup, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
     """Return uninitialised 1-D memory that the network of the group reads and writes without copies.
 
@@ -200,7 +201,7 @@ def allocate(
     return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device)
 
 
-def gather_shards(x: Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[Tensor, Pending]:
+def gather_shards(x: Tensor, group: ProcessGroup, *, kind: str) -> tuple[Tensor, Pending]:
     """Start to gather the `x` of every rank.
 
     Args:
@@ -220,7 +221,7 @@ def gather_shards(x: Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[Te
     return gathered, Pending([work], [x])
 
 
-def reduce_shards(x: Tensor, group: dist.ProcessGroup, *, kind: str) -> tuple[Tensor, Pending]:
+def reduce_shards(x: Tensor, group: ProcessGroup, *, kind: str) -> tuple[Tensor, Pending]:
     """Start to sum x[r] over the ranks; rank r gets the sum of x[r].
 
     Args:
@@ -244,7 +245,7 @@ def all_to_all(
     sent: Tensor,
     send_sizes: Sequence[int],
     receive_sizes: Sequence[int],
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     *,
     kind: str,
 ) -> tuple[Tensor, Pending]:
@@ -275,7 +276,7 @@ def all_to_all(
 
 
 def exchange_counts(
-    counts: Tensor, group: dist.ProcessGroup, *, kind: str
+    counts: Tensor, group: ProcessGroup, *, kind: str
 ) -> tuple[list[int], list[int]]:
     """Exchange the numbers of rows that the ranks will send. The host waits, because the numbers depend on data.
 
@@ -297,7 +298,7 @@ def send_rows(
     x: Tensor,
     sent: Sequence[int],
     arriving: Sequence[int],
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     *,
     kind: str,
 ) -> Tensor:

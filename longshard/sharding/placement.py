@@ -17,8 +17,8 @@ If every rank has a tensor whole, its gradient has one of two placements, which 
 from functools import lru_cache, partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.layout import AxisLayout
@@ -33,7 +33,7 @@ def shard(
     layout: AxisLayout,
     dim: int,
     *,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     grad: str = "partial",
 ) -> Tensor:
     """Return this rank's rows of a tensor that every rank has whole.
@@ -58,7 +58,7 @@ def unshard(
     layout: AxisLayout,
     dim: int,
     *,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     grad: str = "partial",
 ) -> Tensor:
     """Return all rows in their global order; a collective.
@@ -79,7 +79,7 @@ def unshard(
     return all_rows(x) if grad == "partial" else with_adjoint(x, all_rows, own_rows)
 
 
-def replicate(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def replicate(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return x; its gradient is the sum of all ranks' gradients, on every rank. The backward is a collective.
 
     Args:
@@ -89,7 +89,7 @@ def replicate(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return with_adjoint(x, lambda x: x.view_as(x), lambda gradient: summed(gradient, group))
 
 
-def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over the ranks. Not differentiable. Floats are summed in float32 at least.
 
     Args:
@@ -102,7 +102,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     )
 
 
-def added_up(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def added_up(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over the ranks, as `summed`. Its gradient is the sum of the ranks' gradients.
 
     Args:
@@ -147,7 +147,7 @@ def places_on(layout: AxisLayout, device: torch.device) -> Tensor:
 
 
 def _rows(
-    layout: AxisLayout, dim: int, group: dist.ProcessGroup
+    layout: AxisLayout, dim: int, group: ProcessGroup
 ) -> tuple[TensorFunction, TensorFunction]:
     """Return two functions: take this rank's rows of a whole tensor, and gather all rows from shards (a collective)."""
 

@@ -60,6 +60,7 @@ def test_logits_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name
             assert relative(logits, right) < 1e-10
 
 
+STEP = {"lr": 1e-2, "weight_decay": 0.1}
 BIASES = "correction_bias", "expert_bias"
 """Biases of routers, which have no gradient."""
 
@@ -69,8 +70,8 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels)
 
 
-def gradients_case(family: str, folder: str, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradients under the names of transformers, after one backward with planned attention."""
+def gradients_case(family: str, folder: str, tokens: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Gradients, and weights after a step of AdamW, by names of transformers; the attention is planned."""
     spec = model_spec(family)
     with opened(Model(name=family, flavor=folder)) as (part, job, dims):
         load_weights([HFReader(HFFolder(Path(folder)), hf_model(spec, job.model))], [part])
@@ -80,11 +81,14 @@ def gradients_case(family: str, folder: str, tokens: torch.Tensor) -> dict[str, 
         with context_parallel(dims["cp"], buffers=[tokens], **settings) as cp:
             plan = cp.attention_plan if job.attention else None
             loss_of(part.output(part(tokens, attention_plan=plan))).backward()
-        return to_hf(spec, job.model, ((name, whole(p.grad)) for name, p in part.named_parameters()))
+        gradients = to_hf(spec, job.model, ((name, whole(p.grad)) for name, p in part.named_parameters()))
+        torch.optim.AdamW(part.parameters(), **STEP).step()
+        weights = to_hf(spec, job.model, ((name, whole(p.detach())) for name, p in part.named_parameters()))
+        return [gradients, weights]
 
 
 @pytest.mark.parametrize("name", [*MODELS])
-def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_gradients_and_a_step_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     family, args = MODELS[name]
     tokens = (torch.arange(48) * 7 % 49 + 1).view(2, 24)  # 0 is padding there, which has no gradient
     with in_double():
@@ -92,17 +96,22 @@ def test_gradients_are_those_of_transformers(pool: WorkerPool, tmp_path: Path, n
         theirs.save_pretrained(tmp_path / "weights")
         loss_of(theirs(tokens).logits).backward()
         for parameter in theirs.parameters():
-            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        theirs.save_pretrained(tmp_path / "gradients")  # under the names of files
-    gradients = whole_folder(tmp_path / "gradients")
-    wanted = {x: g for x, g in gradients.items() if not x.endswith((*BIASES, "layer_scalar"))}
-    got = pool.run(1, gradients_case, family, str(tmp_path / "weights"), tokens)[0]
-    assert got.keys() == wanted.keys()
-    # an indexer learns by a loss that transformers does not have; test_sparse_attention.py has its gradients
-    wanted = {there: gradient for there, gradient in wanted.items() if ".indexer." not in there}
-    largest = max(gradient.norm() for gradient in wanted.values())
-    for there, gradient in wanted.items():
-        assert (got[there] - gradient).norm() <= 1e-10 * max(gradient.norm(), 1e-6 * largest), there
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.optim.AdamW(theirs.parameters(), **STEP).step()
+        theirs.save_pretrained(tmp_path / "stepped")  # under the names of files
+        for parameter in theirs.parameters():
+            parameter.data = parameter.grad
+        theirs.save_pretrained(tmp_path / "gradients")
+    results = pool.run(1, gradients_case, family, str(tmp_path / "weights"), tokens)[0]
+    for kind, got in zip(("gradients", "stepped"), results, strict=True):
+        tensors = whole_folder(tmp_path / kind)
+        wanted = {x: tensor for x, tensor in tensors.items() if not x.endswith((*BIASES, "layer_scalar"))}
+        assert got.keys() == wanted.keys()
+        # an indexer learns by a loss that transformers does not have; test_sparse_attention.py has its gradients
+        wanted = {there: tensor for there, tensor in wanted.items() if ".indexer." not in there}
+        largest = max(tensor.norm() for tensor in wanted.values())
+        for there, tensor in wanted.items():
+            assert (got[there] - tensor).norm() <= 1e-10 * max(tensor.norm(), 1e-6 * largest), (kind, there)
 
 
 @pytest.mark.parametrize(

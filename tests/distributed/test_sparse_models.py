@@ -163,8 +163,8 @@ def test_settings_of_planned_attention_are_refused(key: str, value: str) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "causal, to chosen keys: one rank has the whole sequence"),
-        (WARM_UP, "causal, all keys that a query sees: optimizer.groups trains indexers alone, by PyTorch itself"),
+        ([], "causal, in plain PyTorch: one rank has the whole sequence"),
+        (WARM_UP, "causal, all keys that a query sees: optimizer.groups trains indexers alone, in plain PyTorch"),
         (["--training.attention_mask=document"], "kernel plain PyTorch (the only one for chosen keys)"),
     ],
 )

@@ -30,7 +30,7 @@ FAMILIES = (
         "trainer/models/decoder.py",
         'own | {"keys": keys_of[source]}',
         'own | {"keys": [x.detach() for x in keys_of[source]]}',
-        f"{_HERE}::test_gradients_are_those_of_transformers[gemma4-shared]",
+        f"{_HERE}::test_gradients_and_a_step_are_those_of_transformers[gemma4-shared]",
     ),
     Mutant(
         "each layer has the embedding of the next layer",

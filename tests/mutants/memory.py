@@ -310,7 +310,7 @@ SEQUENCE_CHUNKS = (
     Mutant(
         "a chunk does not take the gradients that later chunks have left",
         _ROWS,
-        "            put_rows(gradient, self.plan.own.places(rows[0].ranges), added, add=True)",
+        "            put_rows(gradient, self.plan.own.places(offsets.ranges), added, add=True)",
         "            pass",
         _PARITY,
     ),
@@ -331,8 +331,8 @@ SEQUENCE_CHUNKS = (
     Mutant(
         "rows that waited stay after their chunk's backward",
         _ROWS,
-        "self.waiting.rows.pop(key, None)",
-        "self.waiting.rows.get(key)",
+        "self.rows.pop(key, None)",
+        "self.rows.get(key)",
         f"{_CHUNKS}::test_rows_go_with_the_backward_of_their_chunk",
     ),
     Mutant(

@@ -23,7 +23,7 @@ from longshard.sharding.errors import OptionError
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.families.args import ModelArgs, has_windows, latent_of, widest_head, windows_of
-from trainer.job.sparse_attention import check_sparse, is_sparse
+from trainer.job.sparse_attention import is_sparse, resolve_sparse
 
 # Assumed number of tiles in the largest stage, to choose a kernel before documents are known. With 131,072 tokens in
 # exponentially distributed documents of 500 tokens on average, a stage has 252 tiles on one rank, 128 on two ranks and
@@ -52,6 +52,8 @@ def resolve_attention(
         ConfigError: A kernel lacks a feature, a method cannot divide the heads, or degrees do not fit.
     """
     parallelism = config.parallelism
+    if is_sparse(model):
+        return resolve_sparse(config)
     if not _needs_plan(config, model, device_type):
         return None, ""
     degree = parallelism.context_parallel_degree
@@ -62,10 +64,7 @@ def resolve_attention(
         ), ""
     options = _options_before_auto(config, device_type)
     reason = ""
-    if is_sparse(model):
-        options = replace(options, method="all_gather")
-        reason = "sparse attention reads the rows of all tokens"
-    elif parallelism.context_parallel_method == "auto":
+    if parallelism.context_parallel_method == "auto":
         local = _local_shape(config, model, device_type)
         masks = _layer_masks(model, config.training.seq_len)
         ways = {"hybrids": not config.masks_documents, "node": _sharing(node, tp)}
@@ -87,9 +86,6 @@ def _needs_plan(config: JobConfig, model: ModelArgs, device_type: str) -> bool:
     Raises:
         ConfigError: The configured kernel lacks a feature that the model needs.
     """
-    if is_sparse(model):
-        check_sparse(config.parallelism)
-        return config.plans_attention
     needs = _needs(config, model)
     kernel = config.parallelism.context_parallel_kernel
     with options_as_keys():

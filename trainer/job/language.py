@@ -309,7 +309,7 @@ def _attention(job: ResolvedJob) -> str:
     if trains_indexers_alone(config, job.model):
         warm_up = ", all keys that a query sees: optimizer.groups trains indexers alone"
     if options is None:
-        how = "to chosen keys" if is_sparse(job.model) and not warm_up else "by PyTorch itself"
+        how = "in plain PyTorch" if is_sparse(job.model) else "by PyTorch itself"
         return f"causal{warm_up}, {how}: one rank has the whole sequence"
     mask = "causal mask within packed documents" if config.masks_documents else "causal mask"
     if job.chunks > 1:

@@ -1,9 +1,20 @@
 """Check the settings of sparse attention, whose keys an indexer chooses. Torch-free."""
 
+from longshard.context.planning.options import ContextParallelOptions
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig, Parallelism
+from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs
 from trainer.job.lora import weight_shapes
+
+_POSSIBLE = {
+    "method": ("auto", "all_gather", "ring"),  # the last one is the default
+    "kernel": ("auto",),
+    "gradient_dtype": ("float32",),
+    "heads_per_pass": (0,),
+    "query_heads_per_pass": (0,),
+    "keep_exchanged": (False,),
+}
+"""Keys of `[parallelism]` after `context_parallel_` -> the values that sparse attention takes."""
 
 
 def is_sparse(model: ModelArgs) -> bool:
@@ -15,29 +26,33 @@ def is_sparse(model: ModelArgs) -> bool:
     return getattr(model, "index", None) is not None
 
 
-def check_sparse(parallelism: Parallelism) -> None:
-    """Check that no setting is for attention by a plan, where attention is sparse.
+def resolve_sparse(config: JobConfig) -> tuple[ContextParallelOptions | None, str]:
+    """Return the options of sparse attention, and why it has its method.
 
     Args:
-        parallelism: Table `[parallelism]`.
+        config: The configuration of the run.
+
+    Returns:
+        The options, None for one rank without documents and chunks; and the reason in words.
 
     Raises:
-        ConfigError: A setting is.
+        ConfigError: A setting is for attention by a plan.
     """
-    possible = {
-        "method": ("auto", "all_gather", "ring"),  # the last one is the default
-        "kernel": ("auto",),
-        "gradient_dtype": ("float32",),
-        "heads_per_pass": (0,),
-        "query_heads_per_pass": (0,),
-        "keep_exchanged": (False,),
-    }
-    for key, values in possible.items():
+    parallelism = config.parallelism
+    for key, values in _POSSIBLE.items():
         if (value := getattr(parallelism, f"context_parallel_{key}")) not in values:
             raise ConfigError(
                 f"parallelism.context_parallel_{key} = {value!r} is not for a model whose queries choose their keys: "
                 f"it gathers the rows of all tokens, in plain PyTorch; use {' or '.join(map(repr, values[:2]))}"
             )
+    if not config.plans_attention:
+        return None, ""
+    options = ContextParallelOptions(
+        method="all_gather",
+        load_balancer=parallelism.context_parallel_load_balancer,
+        multiple_of=parallelism.tensor_parallel_degree,
+    )
+    return options, "sparse attention reads the rows of all tokens"
 
 
 def trains_indexers_alone(config: JobConfig, model: ModelArgs) -> bool:
@@ -55,6 +70,7 @@ def trains_indexers_alone(config: JobConfig, model: ModelArgs) -> bool:
         group = config.optimizer.group_of(name)
         return group is not None and group.lr_factor == 0
 
-    names = {*weight_shapes(model), "tok_embeddings", "norm"} if is_sparse(model) else set()
-    fixed = set(filter(is_fixed, names))
-    return bool(fixed) and fixed == {name for name in names if ".indexer." not in name}
+    if not is_sparse(model):
+        return False
+    names = *weight_shapes(model), "tok_embeddings", "norm"
+    return all(is_fixed(name) == (".indexer." not in name) for name in names)

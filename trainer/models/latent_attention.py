@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads from a small latent."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,19 @@ class UpProjection(Weights):
     """
 
     muon_matrices = ("weight",)
+
+
+class IndexerInputs(NamedTuple):
+    """What an indexer of keys reads, see `sparse_attention.py`."""
+
+    x: Tensor
+    """The input of the layer, (B, S, dim)."""
+    queried: Tensor
+    """Latents of queries, (B, S, Q)."""
+    freqs_cis: Tensor | None
+    """Rotary table. None if the layer rotates nothing."""
+    positions: Tensor | None
+    """(B, S), -1 for padding. None without packed documents."""
 
 
 class LatentAttention(Branch):
@@ -108,7 +121,8 @@ class LatentAttention(Branch):
         latent = latent.transpose(1, 2)
         up = self.wkv_b().unflatten(0, (-1, args.nope_dim + args.value_dim))
         settings = {"scale": self.args.scale, "plan": attention_plan, "up": up}
-        out = self.attend(q, latent, settings, (x, queried, freqs_cis, positions))
+        inputs = IndexerInputs(x, queried, freqs_cis, positions)
+        out = self.attend(q, latent, settings, inputs)
         return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)
 
     def attend(
@@ -116,7 +130,7 @@ class LatentAttention(Branch):
         q: Tensor,
         latent: Tensor,
         settings: Mapping[str, Any],
-        _inputs: Sequence[Tensor | None],
+        _inputs: IndexerInputs,
     ) -> Tensor:
         """Return attention to the keys and values of the latents, (B, H, S, V).
 
@@ -124,8 +138,7 @@ class LatentAttention(Branch):
             q: (B, H, S, N + P).
             latent: (B, 1, S, R + P).
             settings: Keyword arguments of the inner attention.
-            _inputs: What an indexer reads: the input of the layer, (B, S, dim), the latents of queries, (B, S, Q), the
-                rotary table, and the positions, (B, S).
+            _inputs: Not used.
         """
         return self.inner_attention.run(q, latent, latent[..., :0], **settings)
 

@@ -67,7 +67,7 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             parallelize_module(experts, dims["ep"], ExpertParallel())
     if trains_indexers_alone(job.config, job.model):
         for block in model.layers.values():
-            block.attention.inner_attention.per_query = 0
+            block.attention.attend_to_all()
     if job.attention is not None:  # 5. replaces the forward of attention and of convolutions
         for block in model.layers.values():
             styles = block.attention.context_parallel_styles(job.attention, dims.size("cp"))

@@ -5,7 +5,7 @@ its own, see `longshard/context/execution/sparse_rows.py`, as long as its weight
 gradient, so the loss needs no coefficient.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from longshard.context.execution.sparse_rows import Index
 from longshard.context.planning.options import ContextParallelOptions
 from longshard.context.sparse_attention import SparseSettings, sparse_attention
 from trainer.families.layers import NormArgs
-from trainer.families.mixers import IndexArgs, SparseAttentionArgs
+from trainer.families.mixers import IndexArgs, LatentArgs, SparseAttentionArgs
 from trainer.models.auxiliary_loss import AuxiliaryLoss
 from trainer.models.cached import Cached
 from trainer.models.initialization import Branch
-from trainer.models.latent_attention import LatentAttention
+from trainer.models.latent_attention import IndexerInputs, LatentAttention
 from trainer.models.rotary import apply_rope, apply_rope_to_halves
 from trainer.parallel.tensor_parallel import Gathered, Styles, prefixed, tokens_divided
 
@@ -29,29 +29,28 @@ class Indexer(Branch):
 
     Args:
         dim: Channels of the hidden states.
-        query_rank: Width of the latents of queries.
-        rope_dim: Rotated channels of an index head, its first ones.
+        latent: Sizes of the latents. An index head rotates the number of channels that a key of attention rotates.
         args: Number and size of the index heads.
     """
 
-    def __init__(self, dim: int, query_rank: int, rope_dim: int, args: IndexArgs) -> None:
+    def __init__(self, dim: int, latent: LatentArgs, args: IndexArgs) -> None:
         super().__init__()
         self.args = args
-        self.rope_dim = rope_dim
-        self.queries = nn.Linear(query_rank, args.n_heads * args.head_dim, bias=False)
+        self.rope_dim = latent.rope_dim
+        self.queries = nn.Linear(latent.query_rank, args.n_heads * args.head_dim, bias=False)
         self.keys = nn.Linear(dim, args.head_dim, bias=False)
         self.key_norm = nn.LayerNorm(args.head_dim, eps=1e-6)
         self.head_weights = nn.Linear(dim, args.n_heads, bias=False)
         self.gathered = nn.Identity()
         """Tensor parallelism gathers here: a rank has the index of its tokens before, and of all tokens after."""
 
-    def forward(self, x: Tensor, queried: Tensor, freqs_cis: Tensor | None) -> Index:
+    def forward(self, x: Tensor, queried: Tensor, freqs_cis: Tensor) -> Index:
         """Return the index.
 
         Args:
             x: (B, S, dim).
             queried: Latents of queries, (B, S, Q).
-            freqs_cis: Rotary table. None if the layer rotates nothing.
+            freqs_cis: Rotary table.
         """
         heads, head_dim = self.args.n_heads, self.args.head_dim
         parts = self.queries(queried), self.key_norm(self.keys(x)), self.head_weights(x)
@@ -61,10 +60,8 @@ class Indexer(Branch):
         keys = self._rotated(keys.unsqueeze(2), freqs_cis).squeeze(2)
         return Index(queries, keys, weights * (heads * head_dim) ** -0.5)
 
-    def _rotated(self, x: Tensor, freqs_cis: Tensor | None) -> Tensor:
+    def _rotated(self, x: Tensor, freqs_cis: Tensor) -> Tensor:
         """Return x, (B, S, J, D), with its first channels rotated."""
-        if freqs_cis is None:
-            return x
         rotate = apply_rope if self.args.adjacent_pairs else apply_rope_to_halves
         turned, kept = x.split([self.rope_dim, x.shape[-1] - self.rope_dim], -1)
         return torch.cat((rotate(turned, freqs_cis.narrow(-3, 0, x.shape[1])), kept), -1)
@@ -122,8 +119,7 @@ class SparseAttention(LatentAttention):
         self, dim: int, args: SparseAttentionArgs, norms: NormArgs, *, branches: int = 1
     ) -> None:
         super().__init__(dim, args, norms, branches=branches)
-        latent = args.latent
-        self.indexer = Indexer(dim, latent.query_rank, latent.rope_dim, args.index)
+        self.indexer = Indexer(dim, args.latent, args.index)
         self.inner_attention = InnerSparseAttention(args.index.per_query)
         self.auxiliary = AuxiliaryLoss()
 
@@ -132,7 +128,7 @@ class SparseAttention(LatentAttention):
         q: Tensor,
         latent: Tensor,
         settings: Mapping[str, Any],
-        inputs: Sequence[Tensor | None],
+        inputs: IndexerInputs,
     ) -> Tensor:
         """Return attention to the chosen keys, (B, H, S, V). Its backward adds the gradient of the indexer's loss.
 
@@ -140,23 +136,26 @@ class SparseAttention(LatentAttention):
             q: (B, H, S, N + P).
             latent: (B, 1, S, R + P).
             settings: Keyword arguments of the inner attention.
-            inputs: What the indexer reads, see `LatentAttention.attend`.
+            inputs: What the indexer reads.
         """
-        x, queried, freqs_cis, positions = inputs
-        index = self.indexer(x.detach(), queried.detach(), freqs_cis)
+        index = self.indexer(inputs.x.detach(), inputs.queried.detach(), inputs.freqs_cis)
         learns = index.weights.requires_grad
         out, loss = self.inner_attention.run(q, latent, index, **settings, learns=learns)
         if not learns:
             return out
-        if positions is not None:
-            loss = loss.masked_fill(positions < 0, 0)
+        if inputs.positions is not None:
+            loss = loss.masked_fill(inputs.positions < 0, 0)
         # Each tensor-parallel rank compares the index with its own heads. The mean of these losses has the gradient of
         # the loss for all heads, as the gradient is linear in the weights of attention.
         share = q.shape[1] / self.args.n_heads
         return self.auxiliary(out, loss.sum() * share)
 
+    def attend_to_all(self) -> None:
+        """Attend to all keys that a query sees: the dense warm-up."""
+        self.inner_attention.per_query = 0
+
     def tensor_parallel_styles(self) -> Styles:
-        """Return how tensor-parallel ranks divide it. A rank makes the index of its own tokens, then gathers all."""
+        """Return how tensor-parallel ranks divide it. A rank computes the index of its tokens. Then it gathers all."""
         own = tokens_divided(("queries", "keys", "key_norm", "head_weights"))
         return super().tensor_parallel_styles() | prefixed(
             "indexer", own | {"gathered": Gathered()}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -80,7 +81,7 @@ class InnerUnits:
     by_unit: Mapping[nn.Module, nn.Module]
     placement: Callable[[nn.Parameter], Shard] | None = None
     """Which dimension of a parameter to shard; None: the first."""
-    reduce_group: dist.ProcessGroup | None = None
+    reduce_group: ProcessGroup | None = None
     """See `apply_data_parallel`."""
 
 
@@ -103,7 +104,7 @@ def apply_data_parallel(
     units: Units,
     mesh: DeviceMesh,
     options: DataParallelOptions,
-    reduce_group: dist.ProcessGroup | None,
+    reduce_group: ProcessGroup | None,
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
@@ -165,7 +166,7 @@ def _settings(mesh: DeviceMesh, options: DataParallelOptions) -> dict[str, Any]:
 def _set_reductions(
     model: nn.Module,
     mesh: DeviceMesh,
-    reduce_group: dist.ProcessGroup | None,
+    reduce_group: ProcessGroup | None,
     inner: InnerUnits | None,
     options: DataParallelOptions,
 ) -> None:
@@ -231,7 +232,7 @@ class OverGroup:
     """
 
     collective: Callable[..., dist.Work | None]
-    group: dist.ProcessGroup
+    group: ProcessGroup
     zero_copy: bool
 
     def allocate(
@@ -257,7 +258,7 @@ class OverGroup:
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: ProcessGroup,
         **settings: Any,
     ) -> dist.Work | None:
         """Run the collective over this group instead of `group`, with FSDP's `async_op` and `op`."""

@@ -23,6 +23,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # it registers the back end `fake`
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.sharding.exchange import all_gather, has_peers
@@ -98,7 +99,7 @@ def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -
     return tuple(map(tuple, rows.tolist()))
 
 
-def new_group(rows: Rows, description: str) -> dist.ProcessGroup:
+def new_group(rows: Rows, description: str) -> ProcessGroup:
     """Return a new group of this rank's row. A collective of all ranks.
 
     One rank alone needs no communicator: its group has the back end `fake`, which copies inputs to outputs. NCCL splits
@@ -142,7 +143,7 @@ class ParallelDims:
         ways = [factorisation(tuple(degrees.domain_axes) if degrees.domain else _CP)]
         ways += [EXPERT_FACTORISATION] * (degrees.ep is not None)
         self._by_rows: dict[Rows, DeviceMesh] = {}
-        self._own: dict[tuple[Rows, str], dist.ProcessGroup] = {}
+        self._own: dict[tuple[Rows, str], ProcessGroup] = {}
         started = time.monotonic()
         for way in ways:
             self._add(way, device_type, sizes)
@@ -175,7 +176,7 @@ class ParallelDims:
             self._meshes[name] = self._by_rows[group_rows]
         self._roots.append(root)
 
-    def _group(self, rows: Rows, name: str) -> dist.ProcessGroup:
+    def _group(self, rows: Rows, name: str) -> ProcessGroup:
         """Return this rank's group of a partition of all ranks: the group of a mesh, or a new one."""
         if rows in self._by_rows:
             return self._by_rows[rows].get_group()
@@ -217,7 +218,7 @@ class ParallelDims:
         """
         return torch.zeros(shape, dtype=torch.float64, device=self["world"].device_type)
 
-    def host_group(self, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    def host_group(self, name: str, timeout: timedelta) -> ProcessGroup:
         """Return a group of the ranks of a mesh for tensors in host memory. A collective of all ranks.
 
         Args:
@@ -229,7 +230,7 @@ class ParallelDims:
             return mesh.get_group()
         return self._gloo_group(mesh, timeout)
 
-    def _gloo_group(self, mesh: DeviceMesh, timeout: timedelta) -> dist.ProcessGroup:
+    def _gloo_group(self, mesh: DeviceMesh, timeout: timedelta) -> ProcessGroup:
         ranks = torch.tensor(
             dist.get_process_group_ranks(mesh.get_group()), device=mesh.device_type
         )
@@ -239,7 +240,7 @@ class ParallelDims:
         )
         return group
 
-    def own_group(self, name: str, purpose: str) -> dist.ProcessGroup | None:
+    def own_group(self, name: str, purpose: str) -> ProcessGroup | None:
         """Return a group of a mesh's ranks for one purpose alone. None for one rank. A collective of all ranks.
 
         NCCL runs the operations of a communicator one after another. A second call returns the same group.
@@ -253,7 +254,7 @@ class ParallelDims:
             self._own[rows, purpose] = new_group(rows, purpose)
         return self._own.get((rows, purpose))
 
-    def stage_group(self) -> dist.ProcessGroup:
+    def stage_group(self) -> ProcessGroup:
         """Return the group of all ranks of this rank's pipeline stage, which share its parameters.
 
         A collective of all ranks, if no mesh has these ranks.

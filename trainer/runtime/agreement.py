@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from longshard.sharding.exchange import all_gather, all_reduce, broadcast, has_peers
@@ -15,7 +16,7 @@ from trainer.config.errors import ConfigError, SharedConfigError
 
 _CONTROL_SECONDS = 300
 T = TypeVar("T")
-Over = DeviceMesh | dist.ProcessGroup | torch.device
+Over = DeviceMesh | ProcessGroup | torch.device
 """A 1-D mesh; a group, for tensors in host memory; or, before there is a mesh, this rank's device, for all ranks."""
 
 
@@ -45,7 +46,7 @@ def check_same(values: Mapping[str, int | str], over: DeviceMesh, subject: str) 
         )
 
 
-def control_group() -> dist.ProcessGroup:
+def control_group() -> ProcessGroup:
     """Return a group of all ranks in which they agree between tokens, in host memory. A collective.
 
     It has its own time-out: a rank that waits for a failed rank ends after it.
@@ -55,7 +56,7 @@ def control_group() -> dist.ProcessGroup:
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=_CONTROL_SECONDS))
 
 
-def highest(value: int, control: dist.ProcessGroup) -> int:
+def highest(value: int, control: ProcessGroup) -> int:
     """Return the highest value of all ranks. A collective.
 
     Args:
@@ -124,10 +125,10 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
     return result
 
 
-def _group_of(over: Over) -> tuple[DeviceMesh | dist.ProcessGroup, torch.device | str]:
+def _group_of(over: Over) -> tuple[DeviceMesh | ProcessGroup, torch.device | str]:
     if isinstance(over, torch.device):
         return dist.group.WORLD, over
-    return over, "cpu" if isinstance(over, dist.ProcessGroup) else over.device_type
+    return over, "cpu" if isinstance(over, ProcessGroup) else over.device_type
 
 
 def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:

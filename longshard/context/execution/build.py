@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from longshard.context.execution.chunks import ChunkExecution, ChunkRows
 from longshard.context.execution.kernels.choose import (
@@ -31,15 +32,13 @@ from longshard.sharding.exchange import group_timeout
 Execution = StagedExecution | HeadExchange
 
 # Communicators by their purpose. They outlive the contexts that use them; an entry is deleted with its group.
-_own_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = (
-    WeakKeyDictionary()
-)
+_own_groups: WeakKeyDictionary[ProcessGroup, dict[str, ProcessGroup]] = WeakKeyDictionary()
 
 
 def build_execution(
     plan: RankPlan,
     q: torch.Tensor,
-    groups: tuple[dist.ProcessGroup, dist.ProcessGroup],
+    groups: tuple[ProcessGroup, ProcessGroup],
     options: ContextParallelOptions,
     waiting: ChunkRows | None = None,
     gpu: GpuKernels = GPU_KERNELS,
@@ -82,7 +81,7 @@ def build_execution(
     )
 
 
-def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.ProcessGroup:
+def own_group(group: ProcessGroup, purpose: str, device_type: str) -> ProcessGroup:
     """Return a group of the same ranks for one purpose if a communicator is a queue; else the group itself.
 
     A mesh of all ranks has the default group, in which K/V would wait behind the collectives of FSDP. Kernels of
@@ -103,7 +102,7 @@ def own_group(group: dist.ProcessGroup, purpose: str, device_type: str) -> dist.
     return made[purpose]
 
 
-def same_ranks(group: dist.ProcessGroup, description: str) -> dist.ProcessGroup:
+def same_ranks(group: ProcessGroup, description: str) -> ProcessGroup:
     """Return a new communicator of high priority for the ranks of a group, with the same time-out.
 
     Args:
@@ -137,10 +136,10 @@ def _high_priority(timeout: timedelta | None) -> object:
     return options
 
 
-def _can_split(group: dist.ProcessGroup) -> bool:
+def _can_split(group: ProcessGroup) -> bool:
     """Return whether the group is bound to this rank's GPU, as `backend_settings` says."""
     return group.bound_device_id is not None
 
 
-def _is_queue(group: dist.ProcessGroup) -> bool:
+def _is_queue(group: ProcessGroup) -> bool:
     return "nccl" in str(dist.get_backend(group))

@@ -66,6 +66,30 @@ class ChunkRows:
     rows: dict[tuple[int, int], tuple[Offsets, KeptTensor]] = field(default_factory=dict)
     gradients: dict[tuple[int, int], KeptTensor] = field(default_factory=dict)
 
+    def hold(self, key: tuple[int, int], ranges: Ranges, make: Callable[[], Tensor]) -> None:
+        """Make the rows of a chunk wait, unless there are none, or they wait already.
+
+        Args:
+            key: The layer and the chunk.
+            ranges: The rows that later chunks see.
+            make: Returns these rows, (rows, *row_shape).
+        """
+        if ranges and key not in self.rows:
+            self.rows[key] = Offsets(ranges), self.keep(make())
+
+    def release(self, key: tuple[int, int]) -> tuple[Offsets, Tensor] | None:
+        """Remove the entries of a chunk; return the places of its rows and the sums of their gradients.
+
+        Args:
+            key: The layer and the chunk.
+
+        Returns:
+            The places, and the gradients, (rows, *row_shape); None if no rows wait.
+        """
+        if (held := self.rows.pop(key, None)) is None:
+            return None
+        return held[0], self.gradients.pop(key).take()
+
     def add(self, key: tuple[int, int], ranges: Ranges, gradient: Tensor) -> None:
         """Add the gradients of some rows of a chunk.
 
@@ -109,11 +133,12 @@ class ChunkExecution(StagedExecution):
         """
         key = (self.layer, self.plan.rank)
         ranges = union(r for m in self.plan.forward[0].messages for r in m.ranges)
-        if ranges and key not in self.waiting.rows:
-            rows = pack(
-                *(fold_batch(x, self.plan) for x in qkv[1:]), self.plan.own.places(ranges)
-            )
-            self.waiting.rows[key] = Offsets(ranges), self.waiting.keep(rows)
+
+        def rows() -> Tensor:
+            folded = (fold_batch(x, self.plan) for x in qkv[1:])
+            return pack(*folded, self.plan.own.places(ranges))
+
+        self.waiting.hold(key, ranges, rows)
         return super().forward(*qkv, terms=terms)
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
@@ -144,7 +169,7 @@ class ChunkExecution(StagedExecution):
         for message in item.stage.home:
             self.waiting.add((self.layer, message.target), message.ranges, gradient)
         key = self.layer, self.plan.rank
-        if not item.stage.home and (rows := self.waiting.rows.pop(key, None)) is not None:
-            added = self.waiting.gradients.pop(key).take()
-            put_rows(gradient, self.plan.own.places(rows[0].ranges), added, add=True)
+        if not item.stage.home and (held := self.waiting.release(key)) is not None:
+            offsets, added = held
+            put_rows(gradient, self.plan.own.places(offsets.ranges), added, add=True)
         return Returning()

@@ -9,8 +9,8 @@ Scores are computed in tiles, and the best keys so far are kept: no matrix of al
 have one size, so that a score has the same bits in each tile and on each rank. Of equal scores the earlier key counts.
 Attention reads latents as they are (`latent.absorbed`). All numbers are float32 at least, in plain PyTorch.
 
-The indexer learns by a loss of its own: the divergence of softmax(I) from the mean of the heads' attention weights,
-over the chosen keys. If a query attends to all visible keys, that is the paper's dense warm-up.
+The indexer has its own loss. It compares softmax(I) with the attention weights, which are averaged over the heads, and
+sums their divergence over the chosen keys. In the paper's dense warm-up all visible keys are chosen.
 """
 
 from typing import NamedTuple
@@ -54,34 +54,37 @@ def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: 
     """
     batch, rows, heads = index.weights.shape
     device = keys.device
+    dtype = wide_type(keys.dtype)
     chosen = torch.full((batch, rows, per_query), -1, dtype=torch.int32, device=device)
     whole = -(-length // 16) * 16
     width = min(whole, KEYS)
-    step = min(whole, max(TILE_BYTES // (heads * width * wide_type(keys.dtype).itemsize), 16))
+    step = min(whole, max(TILE_BYTES // (heads * width * dtype.itemsize), 16))
     for start in range(0, rows, step):
         part = slice(start, start + step)
         limits = visible[:, part]
+        bounds = limits.to(device, non_blocking=True)
         queries = _filled(index.queries[:, part], step)
         weights = _filled(index.weights[:, part], step)
-        best = (queries.new_empty(batch, limits.shape[1], 0, dtype=wide_type(queries.dtype)),)
-        best += (best[0].long(),)
-        broken = torch.zeros(batch, limits.shape[1], 1, dtype=torch.bool, device=device)
+        number = limits.shape[1]
+        best = queries.new_empty(batch, number, 0, dtype=dtype)
+        best_places = best.long()
+        broken = torch.zeros(batch, number, 1, dtype=torch.bool, device=device)
         first = int(limits[..., 0].min()) // width * width
-        for tile in range(first, int(limits[..., 1].max()), width):
-            scores = index_scores(
-                queries, _filled(keys[:, tile : tile + width], width), weights
-            )
+        last = int(limits[..., 1].max())
+        for tile in range(first, last, width):
+            tile_keys = _filled(keys[:, tile : tile + width], width)
             places = torch.arange(tile, tile + width, device=device)
-            seen = _is_visible(places, limits)
-            scores = scores[:, : limits.shape[1]].clamp(min=torch.finfo(scores.dtype).min)
-            scores = scores.masked_fill(~seen, -torch.inf)
+            scores = index_scores(queries, tile_keys, weights)[:, :number]
+            scores = scores.clamp(min=torch.finfo(scores.dtype).min)
+            scores = scores.masked_fill(~_is_visible(places, bounds), -torch.inf)
             broken |= scores.isnan().any(-1, keepdim=True)
-            pairs = zip(best, (scores, places.expand_as(scores)), strict=True)
-            best = highest(*(torch.cat(pair, -1) for pair in pairs), per_query)
-        values, places = best
-        places = places.masked_fill((values == -torch.inf) | broken, -1)
-        at_the_end = (places < 0).int().argsort(dim=-1, stable=True)
-        chosen[:, part, : values.shape[2]] = places.gather(-1, at_the_end).int()
+            best = torch.cat((best, scores), -1)
+            best_places = torch.cat((best_places, places.expand_as(scores)), -1)
+            best, best_places = highest(best, best_places, per_query)
+        best_places = best_places.masked_fill((best == -torch.inf) | broken, -1)
+        without_key = (best_places < 0).int()
+        order = without_key.argsort(dim=-1, stable=True)
+        chosen[:, part, : best.shape[2]] = best_places.gather(-1, order).int()
     return chosen
 
 
@@ -118,7 +121,8 @@ def highest(scores: Tensor, places: Tensor, number: int) -> tuple[Tensor, Tensor
     least = scores.topk(number, sorted=True).values[..., -1:]
     above = scores > least
     equal = scores == least
-    kept = above | (equal & (equal.cumsum(-1) <= number - above.sum(-1, keepdim=True)))
+    left = number - above.sum(-1, keepdim=True)
+    kept = above | (equal & (equal.cumsum(-1) <= left))
     # the column after the last one takes all scores that are left out
     target = torch.where(kept, kept.cumsum(-1) - 1, number)
     shape = *scores.shape[:-1], number + 1
@@ -178,7 +182,8 @@ def attend(q: Tensor, keys: Rows, width: int, up: Tensor, scale: float) -> Atten
     scores = torch.einsum(f"bhsw,{keys.axes}w->bhsk", queries, latents) * scale
     scores = scores.masked_fill(~keys.seen.unsqueeze(1), -torch.inf)
     lse = scores.logsumexp(-1)
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    weights = (scores - finite.unsqueeze(-1)).exp()
     sums = torch.einsum(f"bhsk,{keys.axes}r->bhsr", weights, latents[..., :rank])
     return Attended(queries, weights, sums, value_projection, lse)
 
@@ -247,8 +252,8 @@ class Divergence:
         products = torch.einsum(f"bsjd,{self._axes}d->bsjk", index.queries, self._rows)
         self._products = products.relu()
         scores = (index.weights.unsqueeze(2) @ self._products).squeeze(2)
-        self._log_shares = scores.masked_fill(~keys.seen, -torch.inf).log_softmax(-1)
-        self._log_shares = self._log_shares.masked_fill(~keys.seen, 0)
+        scores = scores.masked_fill(~keys.seen, -torch.inf)
+        self._log_shares = scores.log_softmax(-1).masked_fill(~keys.seen, 0)
         self._seen = keys.seen
         self._target = attended.weights.mean(1)
 
@@ -268,7 +273,7 @@ class Divergence:
         dscores = (shares - self._target) * dloss.unsqueeze(-1)
         dweights = (self._products @ dscores.unsqueeze(-1)).squeeze(-1)
         dproducts = dscores.unsqueeze(2) * self._index.weights.unsqueeze(-1)
-        dproducts = dproducts * (self._products > 0)
+        dproducts.masked_fill_(self._products <= 0, 0)
         dqueries = torch.einsum(f"bsjk,{self._axes}d->bsjd", dproducts, self._rows)
         drows = torch.einsum(f"bsjk,bsjd->{self._axes}d", dproducts, self._index.queries)
         return Gradients(dqueries, drows, dweights)
@@ -296,29 +301,31 @@ def visible_rows(rows: Tensor, visible: Tensor) -> Rows:
     """
     last = int(visible[..., 1].max())
     places = torch.arange(last, device=rows.device)
-    return Rows(wide(rows[:, :last]), _is_visible(places, visible))
+    bounds = visible.to(rows.device, non_blocking=True)
+    return Rows(wide(rows[:, :last]), _is_visible(places, bounds))
 
 
-def _is_visible(places: Tensor, visible: Tensor) -> Tensor:
-    """Return which keys queries see, (B or 1, s, T). places: (T,) positions of the keys; visible: (B or 1, s, 2)."""
-    start, stop = visible.to(places.device, non_blocking=True).split(1, -1)
+def _is_visible(places: Tensor, bounds: Tensor) -> Tensor:
+    """Return which keys queries see, (B or 1, s, T). places: (T,) positions of the keys; bounds: (B or 1, s, 2)."""
+    start, stop = bounds.split(1, -1)
     return (places >= start) & (places < stop)
 
 
-def add_rows(total: Tensor, gradient: Tensor, chosen: Tensor | None) -> None:
+def add_rows(total: Tensor, gradient: Tensor, chosen: Tensor) -> None:
     """Add the gradients of rows to the gradients of the whole sequence.
 
     Args:
         total: (B, T, W + D), which is changed.
-        gradient: (B, s, k, W + D), or without `chosen` (B, k, W + D).
-        chosen: (B, s, k), as in `chosen_rows`, where it is -1 the gradient is 0. None: the first rows of the sequence.
+        gradient: (B, s, k, W + D); or (B, k, W + D) of the first rows of the sequence.
+        chosen: (B, s, k), as in `chosen_rows`. Where it is -1 the gradient is 0. Not used for the first rows.
     """
-    if chosen is None:
+    if gradient.ndim == total.ndim:
         total[:, : gradient.shape[1]] += gradient
         return
     offsets = torch.arange(total.shape[0], device=total.device) * total.shape[1]
     places = chosen.clamp(min=0).long() + offsets.view(-1, 1, 1)
-    total.flatten(0, 1).index_add_(0, places.flatten(), gradient.flatten(0, 2))
+    rows = total.flatten(0, 1)
+    rows.index_add_(0, places.flatten(), gradient.flatten(0, 2))
 
 
 def queries_at_a_time(q: Tensor, index_heads: int, row_channels: int, keys: int) -> int:
