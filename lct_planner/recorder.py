@@ -280,10 +280,10 @@ class Recorder:
         Args:
             trainer: The trainer.
         """
-        self._mark("parameters", trainer.parameters)
-        for part in trainer.model_parts:
+        for part in trainer.built_parts:
             self._mark("parameters", part.parameters())
             self._mark("tables", part.buffers())
+        for part in trainer.model_parts:
             layers = getattr(part, "layers", {})
             for place, (number, layer) in enumerate(layers.items()):
                 self._follow(int(number), layer, place == 0, place == len(layers) - 1)

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -44,21 +45,15 @@ class _Loader:
         numbers = np.random.default_rng(0)
         while True:
             ids = np.sort(numbers.integers(0, DOCUMENTS, shape), axis=1)
-            names = ("tokens", "labels", "positions", "document_ids")
-            batch: Batch = {name: torch.zeros(shape, dtype=torch.int64) for name in names}
+            names = ("tokens", "labels", "positions")
+            batch = {name: torch.zeros(shape, dtype=torch.int64) for name in names}
+            batch["document_ids"] = torch.from_numpy(ids)
             if planner is not None:
                 batch["plan"] = planner({"document_ids": ids})
             yield batch
 
     def state_dict(self) -> dict:
         return {}
-
-    def load_state_dict(self, _states: dict) -> None: ...
-
-
-class _Task(LanguageTask):
-    def build_loader(self) -> _Loader:
-        return _Loader(self)
 
 
 class EvenRouting(Routing):
@@ -101,17 +96,20 @@ class _Metrics(MetricsLogger):
 class TracedTrainer(Trainer):
     """The trainer of one rank, which reads no data and no values of the device."""
 
+    built_parts: Sequence[nn.Module] = ()
+    """The model parts, and the copies of them that a task has built as a reference."""
+
     def build_task(self) -> Task:
         """Return the task, for text without data."""
-        return (
-            super().build_task()
-            if self.job.task.name != "tokens"
-            else _Task(self.job, self.dims)
-        )
+        task = super().build_task()
+        if isinstance(task, LanguageTask):
+            task.build_loader = partial(_Loader, task)
+        return task
 
     def build_model_parts(self) -> list[nn.Module]:
         """Return the model parts, with even routing."""
         parts = super().build_model_parts()
+        self.built_parts = [*self.built_parts, *parts]
         for module in itertools.chain(*(part.modules() for part in parts)):
             if isinstance(module, Experts):
                 module.routing = EvenRouting()

@@ -204,8 +204,11 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
 
     In a pipeline at most twice its ranks are alive, except with schedules that run all forwards first.
     """
+    from trainer.transforms.quantized import check_quantization_package  # it imports torch
+
     config = job.config
-    batch = job.config.training.local_batch_size
+    check_quantization_package(config.lora)  # its import must find this machine's own devices
+    batch = config.training.local_batch_size
     plan = job.pipeline
     if plan is not None and plan.schedule not in ("GPipe", "LoopedBFS"):
         passes = min(plan.micro_batches, job.degrees.pp * (1 if plan.schedule == "1F1B" else 2))
@@ -228,18 +231,20 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
             config.activation_checkpoint.mode in ("none", "memory_budget")
             and job.degrees.tp == 1
         )
-        model = compilation.model and decides
         compilation = replace(
             compilation,
-            model=model,
+            model=compilation.model and decides,
             loss=False,
             backend="aot_eager",
             recomputes_every=0,
             overlaps_tensor_parallel=False,
         )
-    plan = None if plan is None else resolve_pipeline(nothing, job.model)
     return replace(
-        job, config=nothing, user_config=nothing, compilation=compilation, pipeline=plan
+        job,
+        config=nothing,
+        user_config=nothing,
+        compilation=compilation,
+        pipeline=resolve_pipeline(nothing, job.model),
     )
 
 

@@ -149,6 +149,8 @@ def main() -> int:
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a mistake first")
     arguments = parser.parse_args()
     chosen = [m for m in MUTANTS if any(word in f"{m.name} {m.file} {m.tests}" for word in arguments.only)]
+    if not chosen:  # without a test, pytest would run all
+        parser.error(f"--only {' '.join(arguments.only)}: no mutant matches, see tests/mutants")
     started = time.monotonic()
     benches = [Bench() for _ in range(arguments.jobs)]
     try:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 ORDER = (
+    "packed weights",  # a linear module dequantises its frozen weight
     "adapters",  # a linear module also multiplies by low-rank adapters
     "context parallelism",  # attention of a module becomes attention over ranks
     "expert parallelism",  # tokens are sent to the ranks of their experts

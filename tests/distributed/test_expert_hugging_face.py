@@ -115,7 +115,7 @@ def test_adapters_train_beside_frozen_experts(
     assert all(name.endswith(("lora_a", "lora_b")) for name in got.gradients[0])
 
 
-ADAPTERS = ["--lora.rank=4", "--lora.alpha=8", "--lora.rslora", "--lora.modules", "wq", "wo", "w13", "w2"]
+ADAPTERS = ["--lora.rank=4", "--lora.alpha=16", "--lora.modules", "wq", "wo", "w13", "w2"]
 
 
 def adapted_case(family: str, folder: str, output: str, arguments: list[str]) -> Record:

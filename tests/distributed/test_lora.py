@@ -141,7 +141,7 @@ def test_features_train_the_same_adapters(pool: WorkerPool, hf: Path, one: dict,
 
 
 RECOMPUTED = ["--activation_checkpoint.mode=full"]
-DROPOUT = ["--lora.dropout=0.3", "--lora.rslora"]
+DROPOUT = ["--lora.dropout=0.3", "--lora.alpha=16"]
 
 
 @pytest.fixture(scope="module")
@@ -240,13 +240,13 @@ def our_name(name: str) -> str:
     return f"layers.{layer}.{names[module]}.{ {'lora_A': 'lora_a', 'lora_B': 'lora_b'}[matrix] }"
 
 
-@pytest.mark.parametrize("rslora", [["--lora.rslora"], *slow([])])
-def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Path, rslora: list[str]) -> None:
+@pytest.mark.parametrize(("rslora", "alpha"), [(True, ALPHA * RANK**0.5), *slow((False, ALPHA))])
+def test_adapters_train_here_as_in_peft(pool: WorkerPool, hf: Path, tmp_path: Path, rslora: bool, alpha: float) -> None:
     """From one start, losses are equal. Adapters converted here, alone and merged, have the logits of peft's run."""
     run = tmp_path / "run"
-    got = pool.run(1, train, str(run), str(hf), [*rslora, "--lora.modules", "wq", "wo", "w2"])[0]
+    got = pool.run(1, train, str(run), str(hf), [f"--lora.alpha={alpha}", "--lora.modules", "wq", "wo", "w2"])[0]
     targets = ["q_proj", "o_proj", "down_proj"]
-    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, use_rslora=bool(rslora))
+    settings = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, use_rslora=rslora)
     theirs = get_peft_model(LlamaForCausalLM.from_pretrained(hf, dtype=torch.float64), settings).to(torch.float64)
     trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
     with torch.no_grad():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from lct_planner.worker import Worker
 from tests.distributed.memory_cases import measured_case, predicted_case
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
@@ -65,6 +66,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "sequence in chunks": (1, ["--training.sequence_chunks=4"]),
     "sequence in chunks, offloaded": (1, ["--training.sequence_chunks=4", "--training.sequence_chunks_offload=true"]),
     "adapters": (2, ["--lora.rank=8"]),
+    "adapters over weights in four bits": (2, ["--lora.rank=8", "--lora.quantize=nf4"]),
     "experts": (1, family("qwen3_moe")),
     "experts_in_parts": (1, family("qwen3_moe", *_FULL, f"{_AC}mlp_chunk_tokens=256", "--model.flavor=tiny")),
     "experts divided over ranks": (2, family("qwen3_moe", f"{_P}expert_parallel_degree=2")),
@@ -101,6 +103,20 @@ def test_the_allocator_of_a_rank_reports_what_is_predicted(pool: WorkerPool, nam
         if predicted == pytest.approx(measured, rel=0.02):
             break
     assert predicted == pytest.approx(measured, rel=0.02)
+
+
+def test_preferences_are_traced_with_their_reference() -> None:
+    """A frozen copy of the weights takes their bytes; adapters need none."""
+    pairs = ["--training.dataset=preferences", "--training.dataset_path=x", "--checkpoint.initial_load_path=x"]
+    parameters = []
+    with Worker(has_shim=False) as worker:
+        for arguments in ([], pairs, [*pairs, "--lora.rank=8"]):
+            answer = worker.ask(["--model.flavor=debugmodel", *SIZES, *arguments], 1, None, whole=True)
+            live = answer["profiles"]["0"]["live"]
+            parameters.append(max(purposes["parameters"] for purposes in live.values()))
+    text, copied, adapted = parameters
+    assert copied == 2 * text
+    assert text < adapted < 1.1 * text
 
 
 def test_forty_settings_are_compared() -> None:

@@ -16,6 +16,7 @@ from tests.mutants import (
     models_of_others,
     optimizers,
     planner,
+    quantized,
     sparse_attention,
     step,
 )
@@ -50,6 +51,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *job.CACHES,
     *step.METRICS,
     *step.VALIDATION,
+    *quantized.QUANTIZED,
     *memory.OFFLOADED_INPUTS,
     *memory.OFFLOADED_ATTENTION,
     *memory.ROTARY,

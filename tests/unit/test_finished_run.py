@@ -165,6 +165,14 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         del sys.modules[name]
 
 
+def test_an_older_checkpoint_with_rslora_has_a_larger_alpha(tmp_path: Path) -> None:
+    """Such a run divided by the square root of the rank, 4."""
+    store = Store(small_run(tmp_path / "run") / "checkpoint")
+    state = parse_state(store.read(store.step(3) / STATE_FILE), 3)
+    older = replace(state, model=state.model | {"lora.rank": 16, "lora.alpha": 8.0, "lora.rslora": True})
+    assert parse_state(state_text(older), 3).model["lora.alpha"] == 32.0
+
+
 @pytest.mark.parametrize("command", READS)
 def test_reading_a_run_runs_none_of_its_code(stranger: Path, capsys, command: str) -> None:
     arguments = command.split()

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Presets of language models; examples/fields/tests/test_jobs.py has the others.
 CONFIGS = sorted(path for path in (ROOT / "train_configs").glob("*.toml") if not path.name.startswith("domain_"))
 # These need weights: test_lora.py, test_fine_tuning_presets.py
-_OF_WEIGHTS = {"llama3_8b_lora", "llama3_8b_lora_24gb", "finetune", "sft", "lora", "dpo"}
+_OF_WEIGHTS = {"llama3_8b_lora", "llama3_8b_lora_24gb", "llama3_8b_qlora_24gb", "finetune", "sft", "lora", "dpo"}
 CONFIGS = [path for path in CONFIGS if path.stem not in _OF_WEIGHTS]
 # The shipped tokenizer has 4,352 tokens, the debug model 8 heads, 4 key/value heads and 768 feed-forward channels.
 RANKS = {

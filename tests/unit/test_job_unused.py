@@ -37,6 +37,7 @@ PRESETS |= {"qwen3_next_80b.toml": 64, "kimi_linear_48b.toml": 32, "granite4_h_s
 for _name in (
     "llama3_8b_lora",
     "llama3_8b_lora_24gb",
+    "llama3_8b_qlora_24gb",
     "finetune",
     "sft",
     "lora",

@@ -70,7 +70,6 @@ def test_the_adapters_of_the_run_are_taken(base, tmp_path):
     [
         (["--lora.rank=8", *LORA[1:]], "has adapters with lora.rank = 4, and this run has 8; write lora.rank = 4"),
         ([LORA[0], "--lora.alpha=16", *LORA[2:]], "lora.alpha = 8, and this run has 16.0; write lora.alpha = 8"),
-        ([*LORA, "--lora.rslora"], "lora.rslora = False, and this run has True; write lora.rslora = False"),
         (
             [*LORA, "wk"],
             "lora.modules = ['wq', 'wv'], and this run has ['wk', 'wq', 'wv']; write lora.modules = ['wq', 'wv']",
@@ -98,6 +97,13 @@ def test_other_adapters_than_the_run_s_are_one_sentence(base, tmp_path, argument
 )
 def test_an_option_that_is_not_read_is_refused_by_its_name(base, tmp_path, options, said):
     assert said in refusal(base, adapters(tmp_path / "a", **options), *LORA)
+
+
+def test_rslora_is_a_larger_alpha(base, tmp_path):
+    """Peft divides by the square root of the rank then, 2, and a run here by the rank, 4."""
+    start = adapters(tmp_path / "a", use_rslora=True)
+    assert "lora.alpha = 16.0, and this run has 8.0; write lora.alpha = 16.0" in refusal(base, start, *LORA)
+    job(base, start, *LORA, "--lora.alpha=16")
 
 
 def test_a_pickle_is_refused(base, tmp_path):

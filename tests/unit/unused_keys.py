@@ -136,7 +136,7 @@ TOLD = [
     ("validation.keep_best", ["true"], 1, [*VALIDATING, "--checkpoint.enable"], "without validation.enable"),
     ("lora.alpha", ["8"], 1, None, "without lora.rank"),
     ("lora.modules", ["wq"], 1, None, "without lora.rank"),
-    ("lora.rslora", [], 1, None, "without lora.rank"),
+    ("lora.quantize", ["nf4"], 1, None, "without lora.rank"),
     ("lora.dropout", ["0.1"], 1, None, "without lora.rank"),
     ("lora.whole", ["output"], 1, None, "without lora.rank"),
     ("dpo.beta", ["0.2"], 1, None, "without training.dataset = 'preferences'"),

@@ -289,7 +289,6 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         "base_model_name_or_path": str(Path(base_weights(config)).absolute()),
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "use_rslora": config.lora.rslora,
         "lora_dropout": config.lora.dropout,
         "bias": "none",
         "target_modules": modules,

@@ -37,6 +37,7 @@ from trainer.stores.state import RunState, check_same_model, parse_state, state_
 from trainer.stores.store import Store
 from trainer.transforms.float8 import without_float8_cast
 from trainer.transforms.lora import is_adapter
+from trainer.transforms.quantized import empty_like_unpacked, pack_into, quantized_weights
 
 WeightsReader = Reader | HFReader
 Once = Callable[[Callable[[], bytes]], bytes]
@@ -261,7 +262,12 @@ def load_weights(
             name for reader in readers for name in reader.read_metadata().state_dict_metadata
         }
         tensors = {name: x for name, x in tensors.items() if name in held}
-    load_tensors(tensors, *readers)
+    packed = {f"model.{name}": x for name, x in quantized_weights(model_parts)}
+    load_tensors({name: x for name, x in tensors.items() if name not in packed}, *readers)
+    for name, weight in packed.items():  # one at a time: the whole model may not fit
+        unpacked = empty_like_unpacked(weight)
+        load_tensors({name: unpacked}, *readers)
+        pack_into(weight, unpacked)
 
 
 def load_tensors(tensors: Mapping[str, Tensor], *readers: WeightsReader) -> None:

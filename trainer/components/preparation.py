@@ -15,6 +15,7 @@ from trainer.runtime.determinism import set_determinism
 from trainer.runtime.dump_folder import save_configuration
 from trainer.transforms.compile import check_compiler
 from trainer.transforms.float8 import check_float8_machine
+from trainer.transforms.quantized import check_quantization_package
 
 
 def prepare_process(training: Training) -> None:
@@ -44,6 +45,7 @@ def prepare_machine(job: ResolvedJob, dims: ParallelDims, device: torch.device) 
     check_float8_machine(
         job.config.float8, device, norms_have_parameters=job.model.norms_have_parameters
     )
+    check_quantization_package(job.config.lora)
     check_memory_snapshot(job.config.profiling, device)
     if dims.is_first:
         save_configuration(job.user_config)

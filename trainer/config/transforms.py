@@ -22,6 +22,12 @@ _COMPILED = needs("compile.enable")
 _FLOAT8 = needs("float8.enable")
 _ADAPTING = needs("lora.rank")
 
+CHOOSERS = ("gate", "shared_gate", "queries", "keys", "head_weights")
+"""Linear modules that choose experts, or keys; they have no adapters, and stay as they are."""
+NF4_BLOCK = 64
+NF4_BYTES = 36
+"""Weights of a row that have one scale, and the bytes that hold them, see lora.quantize."""
+
 
 @dataclass(frozen=True)
 class LoRA:
@@ -32,9 +38,9 @@ class LoRA:
     )
     """Rank of the adapters; 0: none, all weights are trained."""
     alpha: float = key(16.0, POSITIVE, when=_ADAPTING)
-    """Scale of adapters: their product is multiplied by alpha / rank."""
-    rslora: bool = key(False, when=_ADAPTING)
-    """Multiply by alpha / sqrt(rank) instead, which keeps high ranks at the scale of low ones (rsLoRA)."""
+    """Scale of adapters: their product is multiplied by alpha / rank. rsLoRA: alpha x sqrt(rank)."""
+    quantize: Literal["none", "nf4"] = key("none", when=_ADAPTING)
+    """nf4: hold the frozen weights of linear modules in layers in 4.5 bits each (QLoRA), through bitsandbytes."""
     dropout: float = key(0.0, Bounds(lambda x: 0 <= x < 1, "in [0, 1)"), when=_ADAPTING)
     """Share of the inputs of each adapter that a step sets to zero at random; the other inputs grow to match."""
     modules: tuple[str, ...] = key((), when=_ADAPTING)
@@ -43,10 +49,19 @@ class LoRA:
     whole: tuple[str, ...] = key((), when=_ADAPTING)
     """Modules that are trained whole in addition, "tok_embeddings" and "output", for example for new tokens."""
 
+    def quantizes(self, name: str) -> bool:
+        """Return whether a linear module holds its frozen weight in four bits.
+
+        Args:
+            name: Its full name, from `layers.` on.
+        """
+        in_layers = name.startswith("layers.")
+        return self.quantize != "none" and in_layers and name.rpartition(".")[2] not in CHOOSERS
+
     @property
     def scale(self) -> float:
         """Factor of an adapter's product."""
-        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+        return self.alpha / self.rank
 
     def adapts(self, name: str) -> bool:
         """Return whether a linear module, or a stacked weight of experts, has an adapter.

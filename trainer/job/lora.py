@@ -5,12 +5,10 @@ from itertools import chain
 
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig
+from trainer.config.transforms import CHOOSERS, NF4_BLOCK
 from trainer.families.args import ModelArgs, expert_layers, experts_of
 from trainer.hugging_face.pairs import Shape
 from trainer.job.pipeline_stages import PipelinePlan
-
-_GATES = ("gate", "shared_gate", "queries", "keys", "head_weights")
-"""Linear modules that choose experts, or keys; they have no adapters."""
 
 
 def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | None) -> None:
@@ -29,6 +27,7 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
         return
     _check_names(config, model)
     _check_dropout(config, model)
+    _check_blocks(config, model)
     if config.checkpoint.initial_load_path is None:
         raise ConfigError(
             f"lora.rank = {settings.rank} adapts given weights, which are never saved again; name them with "
@@ -59,16 +58,26 @@ def _check_names(config: JobConfig, model: ModelArgs) -> None:
         {name.split(".")[-1] for name in weight_shapes(model) if name.startswith("layers.")}
     )
     for module in settings.modules:
-        if module not in names or module in _GATES:
+        if module not in names or module in CHOOSERS:
             raise ConfigError(
                 f"lora.modules = {list(settings.modules)}: {module!r} must be a linear module of a layer, or a "
-                f"weight of its experts{did_you_mean(module, [name for name in names if name not in _GATES])}"
+                f"weight of its experts{did_you_mean(module, [name for name in names if name not in CHOOSERS])}"
             )
     for module in settings.whole:
         if module not in ("tok_embeddings", "output"):
             raise ConfigError(
                 f"lora.whole = {list(settings.whole)}: {module!r} must be 'tok_embeddings' or 'output'; the modules of "
                 "layers have adapters, see lora.modules"
+            )
+
+
+def _check_blocks(config: JobConfig, model: ModelArgs) -> None:
+    tp = config.parallelism.tensor_parallel_degree
+    for name, (_, inputs) in model.linear_shapes(tp).items():
+        if config.lora.quantizes(name) and inputs % NF4_BLOCK:
+            raise ConfigError(
+                f"lora.quantize = 'nf4' packs {NF4_BLOCK} inputs of a weight at a time, and {name} has {inputs} on a "
+                "rank; use a smaller parallelism.tensor_parallel_degree, or leave lora.quantize out"
             )
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 
 from trainer.config.errors import ConfigError
+from trainer.config.transforms import NF4_BLOCK, NF4_BYTES
 from trainer.families.args import ModelArgs, expert_layers, experts_of, rotary_channels
 from trainer.job.lora import adapter_sizes, weight_shapes, whole_sizes
 from trainer.job.pipeline_stages import layers_of, layers_of_stages
@@ -64,11 +65,8 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
     trained_whole = whole_sizes(job.config, model, degrees.tp)
     shapes = model.linear_shapes(degrees.tp)
-    sizes = _by_module({name: math.prod(shape) for name, shape in shapes.items()})
-    if not model.tie_embeddings:
-        sizes["tok_embeddings"] = model.vocab_size * model.dim // degrees.tp
-    channels = getattr(model, "layer_channels", 0)
-    sizes["layer_embeddings"] = channels * model.vocab_size // degrees.tp
+    linear_sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    sizes = _by_module(linear_sizes) | _embedding_sizes(model, degrees.tp)
     shards = degrees.dp_shard * degrees.cp
 
     def share(sizes: dict[str, int], ranks: int = shards) -> int:
@@ -82,6 +80,8 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
         local += sparse * math.ceil(
             experts.number // degrees.ep * experts.weights(model.dim) / degrees.efsdp
         )
+    quantizes = job.config.lora.quantizes
+    packed = share(_by_module({name: linear_sizes[name] for name in filter(quantizes, shapes)}))
     added = share(adapters)
     trained = added + share(trained_whole) if adapters else local
     moments = 2 * trained
@@ -94,11 +94,20 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     rows = training.seq_len // degrees.cp
     token_bytes = 2 * 8 * training.local_batch_size
     return RankMemory(
-        weights=(local + added) * stored,
+        weights=(local - packed + added) * stored + packed * NF4_BYTES // NF4_BLOCK,
         gradients=trained * stored,
         optimizer=moments * ITEMSIZE[job.config.state_dtype],
         tables=rows * (rotary_channels(model) * max(stored, 4) + token_bytes),
     )
+
+
+def _embedding_sizes(model: ModelArgs, tp: int) -> dict[str, int]:
+    """Return one rank's sizes of the embeddings, by name; the output counts a tied one."""
+    channels = {
+        "tok_embeddings": 0 if model.tie_embeddings else model.dim,
+        "layer_embeddings": getattr(model, "layer_channels", 0),
+    }
+    return {name: number * model.vocab_size // tp for name, number in channels.items()}
 
 
 def _modules_of(job: ResolvedJob, pp_rank: int) -> tuple[str, ...]:

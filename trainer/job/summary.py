@@ -83,7 +83,10 @@ def _model(job: ResolvedJob) -> str:
     if adapters := sum(adapter_sizes(job.config, model).values()):
         lora = job.config.lora
         where = ", ".join(lora.modules) or "all linear modules of layers"
-        text += f"; trained are {adapters:,} of adapters of rank {lora.rank} on {where} (LoRA)"
+        kind = "LoRA" if lora.quantize == "none" else "QLoRA"
+        text += (
+            f"; trained are {adapters:,} of adapters of rank {lora.rank} on {where} ({kind})"
+        )
         text += f", and {' and '.join(lora.whole)} whole" * bool(lora.whole)
     return text
 

@@ -7,6 +7,7 @@ The decoder has `tok_embeddings`, `norm` and `output` (None if a pipeline stage 
 
 from collections.abc import Collection
 
+import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -61,7 +62,8 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
     apply_float8(model, job.config.float8, sharded=dims.size("dp_shard_cp") > 1)
     _tensor_parallel(model, dims, job)  # 2. cuts whole weights
     # 3. adapters are cut in the same way as their weights
-    apply_lora(model, job.config.lora, job.config.training.seed)
+    gathered = getattr(torch, job.compute_dtype)
+    apply_lora(model, job.config.lora, job.config.training.seed, quantized_for=gathered)
     if dims.degrees.ep not in (None, 1):  # 4. replaces the forward of experts
         for experts in _experts(model).values():
             parallelize_module(experts, dims["ep"], ExpertParallel())

@@ -1,5 +1,6 @@
 """Checks of the weights from which a run starts, before the run starts. Torch-free."""
 
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -144,11 +145,13 @@ def _check_adapters(config: JobConfig, model: ModelArgs, path: Path) -> None:
     modules, whole = adapted_and_whole(ModelFolder(path).tensors)
     lora = config.lora
     adapted = {name.rpartition(".")[2] for name in layers if lora.adapts(name)}
+    alpha = content.get("lora_alpha")
+    if content.get("use_rslora") and alpha is not None:
+        alpha *= math.sqrt(lora.rank)
     own = vars(lora) | {"modules": sorted(adapted), "whole": sorted(lora.whole)}
     for key, value in (
         ("rank", content.get("r")),
-        ("alpha", content.get("lora_alpha")),
-        ("rslora", bool(content.get("use_rslora"))),
+        ("alpha", alpha),
         ("modules", sorted(ours.get(name, name) for name in modules)),
         ("whole", sorted(ours.get(name, name) for name in whole)),
     ):

@@ -1,6 +1,7 @@
 """The content of `state.json`, and whether the saved tensors belong to the model of a run. Torch-free."""
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
@@ -75,7 +76,7 @@ def model_description(config: JobConfig, model: ModelArgs) -> dict[str, Any]:
     if lora.rank:
         adapters |= {
             "lora.alpha": lora.alpha,
-            "lora.rslora": lora.rslora,
+            "lora.quantize": lora.quantize,
             "lora.modules": sorted(lora.modules),
             "lora.whole": sorted(lora.whole),
         }
@@ -105,6 +106,9 @@ def parse_state(text: bytes, step: int) -> RunState:
         }
         for stream, entry in content["streams"].items()
     }
+    model = content["model"]
+    if model.pop("lora.rslora", False):  # a key of older checkpoints
+        model["lora.alpha"] *= math.sqrt(model["lora.rank"])
     state = RunState(**content)
     if not (state.step == step and isinstance(state.tokens_seen, int)):
         raise ValueError("it is of another step")
@@ -149,7 +153,7 @@ def check_same_model(
         ConfigError: Another model or dtype.
     """
     defaults = {argument.name: argument.default for argument in fields(model)}
-    defaults |= {"lora.rank": 0, "lora.rslora": False, "lora.whole": []}
+    defaults |= {"lora.rank": 0, "lora.quantize": "none", "lora.whole": []}
     for key, now in model_description(config, model).items():
         # an older checkpoint has the default of a newer field
         saved = state.model.get(key, defaults.get(key))

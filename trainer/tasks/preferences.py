@@ -69,12 +69,12 @@ class PreferenceTask(LanguageTask):
         self._reference = loop.build_model_parts()
         for part in self._reference:
             part.requires_grad_(False)
-        loop.checkpoint.load_initial(self._reference)
+        start = self.config.checkpoint.initial_load_path
+        if start is not None:  # None: the step is traced
+            loop.checkpoint.load_initial(self._reference)
         if self.job.pipeline is not None:
             self._reference_pipeline = loop.build_pipeline(self.job.pipeline, self._reference)
-        logger.info(
-            f"the reference is a frozen copy of the weights in {self.config.checkpoint.initial_load_path}"
-        )
+        logger.info(f"the reference is a frozen copy of the weights in {start}")
 
     def observers(self) -> list[Observer]:
         """Return the observers of text, and the rewards."""

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): weights are frozen, and only adapters are trained.
 
     y = W x + b + scale B A dropout(x)        A: (rank, inputs), B: (outputs, rank), zero at the start
-    scale = alpha / rank, or alpha / sqrt(rank) with rsLoRA (arXiv 2312.03732)
+    scale = alpha / rank
 
 Adapters are parameters `lora_a` and `lora_b` of the linear module itself, so the names of weights stay. If tensor
 parallelism cuts the rows of W, it cuts B; if it cuts the columns, it cuts A. The other adapter is whole on each rank. A
@@ -26,6 +26,7 @@ from longshard.sharding.forward import replace_forward
 from longshard.sharding.random_bits import parameter_seed, random_bits
 from longshard.sharding.tensors import wide_type
 from trainer.config.schema import LoRA
+from trainer.transforms.quantized import quantize_linear
 
 A, B = "lora_a", "lora_b"
 
@@ -62,7 +63,12 @@ class Dropout:
         return kept.to(dtype) * (2**16 / (2**16 - dropped))
 
 
-def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
+def apply_lora(
+    model: nn.Module,
+    settings: LoRA,
+    seed: int = 0,
+    quantized_for: torch.dtype | None = None,
+) -> None:
     """Freeze a model on meta, or a stage of it, except `settings.whole`, and add adapters to the chosen modules.
 
     Call it after tensor parallelism, before expert parallelism, and before a layer's forward is replaced. With dropout
@@ -72,6 +78,8 @@ def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
         model: The model or stage, changed in place.
         settings: Table `[lora]`.
         seed: Seed of the dropout.
+        quantized_for: With `settings.quantize`, the dtype in which FSDP gathers parameters. None: weights keep their
+            shapes, as files have them.
     """
     if not settings.rank:
         return
@@ -80,10 +88,14 @@ def apply_lora(model: nn.Module, settings: LoRA, seed: int = 0) -> None:
         if (module := getattr(model, name)) is not None:  # a stage of a pipeline may lack it
             module.requires_grad_(True)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and settings.adapts(name):
+        is_linear = isinstance(module, nn.Linear)
+        linear_dtype = module.weight.dtype if is_linear else None
+        if is_linear and quantized_for is not None and settings.quantizes(name):
+            quantize_linear(module, quantized_for)
+        if is_linear and settings.adapts(name):
             dropout = Dropout(parameter_seed(seed, f"{name}/dropout"), settings.dropout)
-            _adapt(module, settings, dropout)
-        elif isinstance(module, nn.Linear) and settings.dropout and name.startswith("layers."):
+            _adapt(module, settings, dropout, linear_dtype)
+        elif is_linear and settings.dropout and name.startswith("layers."):
             replace_forward(module, "adapters", partial(_without_adapter, module.forward))
         for weight in getattr(module, "stacked", ()):
             if settings.adapts(f"{name}.{weight}"):
@@ -153,12 +165,12 @@ def init_adapter(name: str, parameter: Tensor, generator: torch.Generator) -> No
         parameter.zero_()
 
 
-def _adapt(module: nn.Linear, settings: LoRA, dropout: Dropout) -> None:
+def _adapt(module: nn.Linear, settings: LoRA, dropout: Dropout, dtype: torch.dtype) -> None:
     weight = module.weight
     rank = settings.rank
     sizes = {A: (rank, module.in_features), B: (module.out_features, rank)}
     for name, size in sizes.items():
-        parameter = torch.empty(size, dtype=weight.dtype, device=weight.device)
+        parameter = torch.empty(size, dtype=dtype, device=weight.device)
         if isinstance(weight, DTensor):
             (placement,) = weight.placements
             cut = {A: Shard(1), B: Shard(0)}[name]
