@@ -2,8 +2,8 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import numpy as np
