@@ -122,17 +122,20 @@ def missing() -> dict[str, str]:
 
 
 def page() -> str:
-    ours, lacking = taken(), missing()
+    ours = taken()
     known = [name for name in sorted(CLASSES) if name in ours]
     rows = [f"| `{name}` | `{CLASSES[name]}` | `{ours[name]} |" for name in known]
-    others = [f"| `{name}` | `{CLASSES[name]}` | {lacking[name]} |" for name in sorted(lacking)]
+    others = [
+        f"| {mechanism} | {', '.join(f'`{name}`' for name in sorted(names))} |"
+        for mechanism, names in sorted(refused().items(), key=lambda row: row[0].lower())
+    ]
     return "\n".join(
         (
             _BEGIN + f"## Taken: {len(rows)}\n",
             "| `model_type` | class | `model.name` | in addition to Llama's parts |\n|---|---|---|---|",
             *rows,
-            f"\n## Refused: {len(others)}\n",
-            "| `model_type` | class | missing mechanism |\n|---|---|---|",
+            f"\n## Refused: {len(missing())}\n",
+            "| missing mechanism | `model_type` |\n|---|---|",
             *others,
             "",
         )
