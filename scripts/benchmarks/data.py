@@ -169,24 +169,6 @@ def start_of_ranks(folder: Path, files: int) -> dict[str, object]:
     return {"files": files, **{name: round(value, 4) for name, value in seconds.items()}}
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of docs/data.md.
-
-    Args:
-        rows: The row of each source.
-    """
-    lines = [
-        "| source | documents | first start, and later | tokens per second |",
-        "|---|---|---|---|",
-    ]
-    for row in rows:
-        size = f", {row['megabytes']:.0f} MB" if "megabytes" in row else ""
-        seconds = f"{row['first_seconds']:.1f} s, {row['open_seconds']:.2f} s"
-        speed = f"{row['tokens_per_second'] / 1e6:.1f} million"
-        lines.append(f"| `{row['dataset']}` | {row['documents']:,}{size} | {seconds} | {speed} |")
-    return "\n".join(lines)
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     described = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.data import main, table
+from scripts.benchmarks.data import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,5 +26,7 @@ def test_every_source_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_documentation_has_the_numbers() -> None:
     content = json.loads((ROOT / "docs" / "measurements" / "data_cpu.json").read_text())
     page = (ROOT / "docs" / "data.md").read_text()
-    assert table(content["results"]) in page
+    for row in content["results"]:
+        if row["dataset"] in ("python_stdlib", "jsonl"):  # the slowest and the fastest
+            assert f"{row['tokens_per_second'] / 1e6:.1f} million" in page
     assert content["command"] in page

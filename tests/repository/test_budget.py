@@ -44,6 +44,9 @@ MOST_LONG_FUNCTIONS = 0
 MOST_LONG_FILES = 0
 MOST_KEYS = 172
 MOST_LONG_PARAMETER_LISTS = 15
+MOST_PAGE_LINES = 3_200
+"""Of docs/, without the pages that tests write whole."""
+MADE_PAGES = ("hugging_face_list.md", "support_matrix.md")
 
 _NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 _NOT_CODE |= {tokenize.ENCODING, tokenize.ENDMARKER}
@@ -188,6 +191,12 @@ def test_keys_of_the_configuration() -> None:
 def test_long_parameter_lists() -> None:
     long = [(place, size) for s in program() for place, size in s.parameter_lists if size > MOST_ARGUMENTS]
     check("MOST_LONG_PARAMETER_LISTS", len(long), MOST_LONG_PARAMETER_LISTS, long)
+
+
+def test_lines_of_pages() -> None:
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in MADE_PAGES]
+    lines = [(page.name, len(page.read_text().splitlines())) for page in pages]
+    check("MOST_PAGE_LINES", sum(size for _, size in lines), MOST_PAGE_LINES, lines)
 
 
 def test_a_count_takes_what_its_terms_say() -> None:
