@@ -186,7 +186,7 @@ def test_modules_without_an_adapter_have_four_bits_too() -> None:
 def test_bad_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     """A width of no blocks, and a machine without the package."""
     small = ["--parallelism.tensor_parallel_degree=8", "--lora.rank=4", QUANTIZE, "--checkpoint.initial_load_path=."]
-    with pytest.raises(ConfigError, match=r"layers\.0\.attention\.wo has 32 on a rank; use a smaller"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.attention\.wo has 32; use a smaller"):
         resolve(parse_command_line(small).config, 8, "cpu")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"lora\.quantize = 'nf4' needs bitsandbytes .* pip install '\.\[qlora\]'"):

@@ -75,9 +75,10 @@ def _check_blocks(config: JobConfig, model: ModelArgs) -> None:
     tp = config.parallelism.tensor_parallel_degree
     for name, (_, inputs) in model.linear_shapes(tp).items():
         if config.lora.quantizes(name) and inputs % NF4_BLOCK:
+            degree = "use a smaller parallelism.tensor_parallel_degree, or " * (tp > 1)
             raise ConfigError(
-                f"lora.quantize = 'nf4' packs {NF4_BLOCK} inputs of a weight at a time, and {name} has {inputs} on a "
-                "rank; use a smaller parallelism.tensor_parallel_degree, or leave lora.quantize out"
+                f"lora.quantize = 'nf4' needs a multiple of {NF4_BLOCK} inputs of each weight on a rank, and {name} has "
+                f"{inputs}; {degree}leave lora.quantize out"
             )
 
 
