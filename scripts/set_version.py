@@ -1,7 +1,7 @@
 """Write the version of the next release into the files that have it, or check that they agree: docs/release.md.
 
-    python scripts/set_version.py 0.3.0            # trainer/__init__.py, CITATION.cff and CHANGELOG.md
-    python scripts/set_version.py --check 0.3.0    # exit code 1 if one of them has another version
+    python scripts/set_version.py 0.10.0            # trainer/__init__.py, CITATION.cff and CHANGELOG.md
+    python scripts/set_version.py --check 0.10.0    # exit code 1 if one of them has another version
 
 A version that a file cannot take changes no file.
 """
@@ -26,7 +26,7 @@ def write(version: str, root: Path) -> None:
     """Write a version. The changes that are not released become the changes of this version.
 
     Args:
-        version: The version, such as 0.3.0.
+        version: The version, such as 0.10.0.
         root: The folder of the repository.
 
     Raises:
@@ -51,7 +51,7 @@ def differences(version: str, root: Path) -> list[str]:
     """Return one sentence for each file that does not have a version.
 
     Args:
-        version: The version, such as 0.3.0.
+        version: The version, such as 0.10.0.
         root: The folder of the repository.
     """
     places = PLACES | {"CHANGELOG.md": r"(?m)^(## )[0-9]\S*"}
@@ -74,11 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 1 if a file has another version or cannot be changed.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("version", help="three numbers, such as 0.3.0")
+    parser.add_argument("version", help="three numbers, such as 0.10.0")
     parser.add_argument("--check", action="store_true", help="compare, and change nothing")
     options = parser.parse_args(argv)
     if not re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", options.version):
-        parser.error(f"{options.version!r} is not a version; write three numbers, such as 0.3.0 or 0.3.0rc1")
+        parser.error(f"{options.version!r} is not a version; write three numbers, such as 0.10.0 or 0.10.0rc1")
     if options.check:
         sentences = differences(options.version, ROOT)
         print("\n".join(sentences) or f"all files have version {options.version}")

@@ -1,3 +1,3 @@
 """The long-context trainer. Public names are in its packages."""
 
-__version__ = "0.2.0"
+__version__ = "0.9.0"

@@ -212,7 +212,7 @@ def test_a_version_is_written_into_all_files(tmp_path: Path) -> None:
     set_version.write("9.8.7", tmp_path)
     assert set_version.differences("9.8.7", tmp_path) == []
     changes = (tmp_path / "CHANGELOG.md").read_text()
-    assert re.search(r"## Not released\n\n## 9\.8\.7 \(\d{4}-\d\d-\d\d\)\n\n### ", changes)
+    assert re.search(r"## Not released\n\n## 9\.8\.7 \(\d{4}-\d\d-\d\d\)\n\n##", changes)
     with pytest.raises(ValueError, match=r"no heading of 9\.8\.7"):
         set_version.write("9.8.7", tmp_path)
     (tmp_path / "CITATION.cff").write_text("title: x\n")
