@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from longshard.sharding.forward import replace_forward
+from longshard.sharding.tensors import local_part
 from trainer.config.errors import ConfigError
 from trainer.config.transforms import NF4_BLOCK, NF4_BYTES, LoRA
 
@@ -95,7 +96,7 @@ def empty_like_unpacked(packed: Tensor) -> Tensor:
     Args:
         packed: The packed weight, (outputs, numbers).
     """
-    weight = torch.empty(_weight_shape(_local(packed)), device=packed.device)
+    weight = torch.empty(_weight_shape(local_part(packed)), device=packed.device)
     if not isinstance(packed, DTensor):
         return weight
     shape = _weight_shape(packed)
@@ -113,11 +114,11 @@ def pack_into(packed: Tensor, weight: Tensor) -> None:
         packed: The packed weight, (outputs, numbers), filled in place.
         weight: The weight, (outputs, inputs), float32, divided as the packed weight is.
     """
-    own = _local(weight).contiguous()
+    own = local_part(weight).contiguous()
     if own.numel() == 0:
         return
     codes, scales = torch.ops.bitsandbytes.quantize_4bit(own, NF4_BLOCK, "nf4", torch.uint8)
-    blocks = _blocks(_local(packed))
+    blocks = _blocks(local_part(packed))
     blocks[:, :_CODES] = codes.view(-1, _CODES)
     blocks[:, _CODES:NF4_BYTES] = scales.view(-1, 1).view(torch.uint8)
 
@@ -158,10 +159,6 @@ def _weight_shape(packed: Tensor) -> torch.Size:
 def _blocks(packed: Tensor) -> Tensor:
     """Return the bytes of a contiguous packed weight, one row for each block."""
     return packed.view(torch.uint8).view(-1, _numbers(packed.dtype) * packed.itemsize)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _set_to_zero(name: str, parameter: Tensor, generator: torch.Generator) -> None:
