@@ -24,7 +24,7 @@ COPY longshard longshard
 COPY trainer trainer
 COPY train_configs train_configs
 # The extra `linear` is fla-core: kernels of linear attention.
-RUN pip install --no-cache-dir -c requirements.txt '.[linear,float8,parquet,hub,remote,report,serve]' \
+RUN pip install --no-cache-dir -c requirements.txt '.[linear,float8,qlora,parquet,hub,remote,report,serve]' \
     && python -c 'import torch; assert torch.version.cuda, "pip has replaced the PyTorch of the image"' \
     && lct --version
 
