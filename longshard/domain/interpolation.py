@@ -1,6 +1,6 @@
 """The rule of interpolation. Its outputs mix the rows around their positions."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -59,9 +59,7 @@ def _interpolate(
             part = _mixed(part, dim, tile, sources[dim])
         return part
 
-    return slide(
-        x, {dim: partial(_plan, sources=each) for dim, each in sources.items()}, compute
-    )
+    return slide(x, _plan, sources, compute)
 
 
 Sources = tuple[tuple[int, int, float], ...]

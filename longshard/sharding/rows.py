@@ -151,7 +151,7 @@ def fetch(
         return x
     if source == "local":
         pieces = plan_pieces(layout.ranges[rank], layout.length, wanted[rank])
-        return put_together(x, {dim: pieces})
+        return put_together(x, pieces, dim)
     return exchange(x, layout, wanted, dim=dim, group=axis.group)
 
 
@@ -185,25 +185,25 @@ def _has_copies(pieces: Pieces) -> bool:
     return size(union(taken)) < size(taken)
 
 
-def put_together(x: Tensor, pieces: dict[int, Pieces]) -> Tensor:
-    """Return the rows that the pieces of each dimension name. Differentiable; sends nothing.
+def put_together(x: Tensor, pieces: Pieces, dim: int) -> Tensor:
+    """Return the rows that pieces of a dimension name. Differentiable; sends nothing.
 
     Args:
         x: The shard of this rank, any shape.
-        pieces: Dimension to its pieces.
+        pieces: The pieces.
+        dim: The dimension.
     """
-    for dim, parts in pieces.items():
-        dtype = x.dtype
-        shape = [*x.shape]
-        if x.is_floating_point() and _has_copies(parts):
-            x = x.to(wide_type(dtype))
-        # an empty part of x, so that a rank without rows joins the backward
-        rows = [x.narrow(dim, 0, 0)]
-        for is_own, start, stop in parts:
-            shape[dim] = stop - start
-            rows.append(x.narrow(dim, start, stop - start) if is_own else x.new_zeros(shape))
-        x = torch.cat(rows, dim).to(dtype)
-    return x
+    dtype = x.dtype
+    if x.is_floating_point() and _has_copies(pieces):
+        x = x.to(wide_type(dtype))
+    # an empty part of x, so that a rank without rows joins the backward
+    rows = [x.narrow(dim, 0, 0)]
+    for is_own, start, stop in pieces:
+        length = stop - start
+        rows.append(
+            x.narrow(dim, start, length) if is_own else _with_rows(x, length, dim).zero_()
+        )
+    return torch.cat(rows, dim).to(dtype)
 
 
 def connected(empty: Tensor, *inputs: Tensor | None) -> Tensor:

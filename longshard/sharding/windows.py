@@ -43,6 +43,16 @@ class Window(NamedTuple):
         """The distance from the first row of a window to its last row."""
         return self.dilation * (self.kernel - 1)
 
+    def rows(self, start: int, stop: int) -> Range:
+        """Return the rows that the outputs [start, stop) read; they may leave the axis.
+
+        Args:
+            start: The first output.
+            stop: The end of the outputs.
+        """
+        first = start * self.stride - self.before
+        return first, (stop - 1) * self.stride + self.reach + 1 - self.before
+
 
 class Tile(NamedTuple):
     """Outputs that are computed together, and the rows that they read.
@@ -113,8 +123,7 @@ def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> 
     step = window.stride
 
     def inputs(start: int, stop: int) -> Range:
-        first = start * step - window.before
-        last = (stop - 1) * step + window.reach + 1 - window.before
+        first, last = window.rows(start, stop)
         return (max(first, 0), min(last, layout.length)) if within else (first, last)
 
     return plan_outputs(layout, total, lambda row: -(-row // step), inputs)

@@ -127,7 +127,7 @@ def test_a_plan_of_rows_keeps_the_wanted_rows_and_knows_who_lacks_some(examples:
             if lacks:
                 break
             rows = torch.tensor([row for part in own for row in range(*part)], dtype=torch.long)
-            taken = put_together(rows + 1, {0: plan_pieces(own, layout.length, after)}) - 1
+            taken = put_together(rows + 1, plan_pieces(own, layout.length, after), 0) - 1
             wanted_rows = [row for part in after for row in range(*part)]
             assert taken.tolist() == [row if 0 <= row < layout.length else -1 for row in wanted_rows]
         assert (source == "ranks") == lacks
