@@ -47,7 +47,7 @@ def _attention(
     """
     inputs = query, key, value, attn_mask
     if not dropout_p and not any(map(is_sharded, inputs)):
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        options = _Options(is_causal, scale, enable_gqa)._asdict()
         return wrapped(function(*unwrapped(inputs), **options))
     q, k, v = (gather(wrapped(t), [t.ndim - 1]) for t in inputs[:3])
     is_repeated = dropout_p or q.ndim - 3 in q.domain.axes
@@ -101,7 +101,7 @@ def _attended(
     mask = _seen(attn_mask, q, k.shape[-2], is_causal=options.is_causal)
     mask = None if mask is None else _rows_of_mask(mask, q)
     if q_local.numel():
-        score_options = {"scale": options.scale, "enable_gqa": options.enable_gqa}
+        score_options = options._replace(is_causal=False)._asdict()
         out = function(q_local, *parts, attn_mask=mask, **score_options)
     else:
         float_masks = [] if mask is None or not mask.is_floating_point() else [mask]

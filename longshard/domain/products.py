@@ -28,7 +28,6 @@ _DOTS = "ΑΒΓΔΕΖΗΘΙΚΛΜ"
 
 
 def contracted(
-    function: Callable,
     operands: Tensors,
     indices: Sequence[Sequence[Any]],
     result: Sequence[Any],
@@ -37,7 +36,6 @@ def contracted(
     """Return the sum of products of operands over all indices that the result lacks.
 
     Args:
-        function: The function of torch.
         operands: The operands, of any shape.
         indices: The names of the dimensions of each operand; a dimension of size 1 is broadcast.
         result: The names of the dimensions of the result.
@@ -112,7 +110,7 @@ def _matmul(function, a, b) -> DomainTensor:
     columns = ["column"] * (b.ndim > 1)
     result = [*max(before, key=len), *rows, *columns]
     indices = [*before[0], *rows, "inner"], [*before[1], "inner", *columns]
-    return contracted(function, [a, b], indices, result, torch.matmul)
+    return contracted([a, b], indices, result, torch.matmul)
 
 
 @rule("cdist")
@@ -124,9 +122,7 @@ def _distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
     inner = any(is_sharded(t) and t.ndim - 1 in t.domain.axes for t in (a, b))
     refuse_unless(not inner, function, x, "sharded coordinates")
     result = [*max(before, key=len), "row", "column"]
-    return contracted(
-        function, [a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs)
-    )
+    return contracted([a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs))
 
 
 @rule("addmm", "baddbmm")
@@ -161,4 +157,4 @@ def _einsum(function, equation: str, *operands) -> DomainTensor:
     if not arrow:
         right = "..." + "".join(sorted(c for c in {*left} - {*",."} if left.count(c) == 1))
     result = right.replace("...", _DOTS[len(_DOTS) - max(dots) :])
-    return contracted(function, operands, indices, result, partial(torch.einsum, equation))
+    return contracted(operands, indices, result, partial(torch.einsum, equation))

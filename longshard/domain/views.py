@@ -24,7 +24,7 @@ from longshard.domain.indexing import by_tensors
 from longshard.domain.masking import assign_by_mask
 from longshard.domain.transfer import gather, reshard
 from longshard.sharding.layout import AxisLayout, sized
-from longshard.sharding.ranges import Range, Ranges, intersection, union
+from longshard.sharding.ranges import Range, Ranges, intersection, size, union
 from longshard.sharding.tensors import planned
 
 _MANY = 2**16
@@ -348,49 +348,42 @@ def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
             if isinstance(i, int):
                 single.append(place)
                 i = slice(i % axis.layout.length, i % axis.layout.length + 1)
-            start, stop, step = i.indices(axis.layout.length)
-            axes[place], i = (
-                _cut(axis, (start, max(start, stop)))
-                if step == 1
-                else _every(axis, start, stop, step)
-            )
+            axes[place], i = _cut(axis, i.indices(axis.layout.length))
         local_index.append(i)
         dim += i is not None
         place += not isinstance(i, int)
     return tuple(local_index), Domain(axes), single
 
 
-def _cut(axis: Axis, part: Range) -> tuple[Axis, slice]:
-    """Return the axis of the rows [start, stop), which stay at their owners, and this rank's slice of its shard."""
-    ranges, before = _cut_ranges(axis.layout.ranges, axis.rank, *part)
-    cut = Axis(AxisLayout(axis.layout.name, part[1] - part[0], ranges), axis.group)
-    return cut, slice(before, before + cut.rows)
+def _cut(axis: Axis, part: tuple[int, int, int]) -> tuple[Axis, slice | list[int]]:
+    """Return the axis of the rows start, start + step, ..., which stay at their owners, and this rank's part of them.
+
+    part: start, stop and step. The part of a rank is the index of its shard: a slice if the step is 1.
+    """
+    number, ranges, rows = _chosen(axis.layout.ranges, axis.rank, part)
+    cut = Axis(AxisLayout(axis.layout.name, number, ranges), axis.group)
+    return cut, slice(*rows) if part[2] == 1 else list(rows)
 
 
 @planned
-def _cut_ranges(
-    owned: tuple[Ranges, ...], rank: int, start: int, stop: int
-) -> tuple[tuple[Ranges, ...], int]:
-    """Return each rank's ranges of the rows [start, stop), and the number of a rank's rows before them."""
-    chosen = union([(start, stop)])
-    ranges = tuple(
-        tuple((a - start, b - start) for a, b in intersection(own, chosen)) for own in owned
-    )
-    return ranges, sum(min(b, start) - min(a, start) for a, b in owned[rank])
-
-
-def _every(axis: Axis, start: int, stop: int, step: int) -> tuple[Axis, list[int]]:
-    """Return the axis of the rows start, start + step, ... below stop, and which of them this rank's shard has."""
+def _chosen(
+    owned: tuple[Ranges, ...], rank: int, part: tuple[int, int, int]
+) -> tuple[int, tuple[Ranges, ...], tuple[int, ...]]:
+    """Return the number of rows, the ranges of each rank, and this rank's rows in its shard (step 1: their ends)."""
+    start, stop, step = part
     number = max(-(-(stop - start) // step), 0)
 
     def places(part: Range) -> Range:
         first, last = (min(max(-(-(end - start) // step), 0), number) for end in part)
         return first, last
 
-    ranges = tuple(union(map(places, own)) for own in axis.layout.ranges)
+    ranges = tuple(union(map(places, own)) for own in owned)
+    if step == 1:
+        before = sum(min(b, start) - min(a, start) for a, b in owned[rank])
+        return number, ranges, (before, before + size(ranges[rank]))
     rows = []
     before = 0
-    for part in axis.layout.ranges[axis.rank]:
+    for part in owned[rank]:
         rows += [before + start + place * step - part[0] for place in range(*places(part))]
         before += part[1] - part[0]
-    return Axis(AxisLayout(axis.layout.name, number, ranges), axis.group), rows
+    return number, ranges, tuple(rows)

@@ -289,8 +289,7 @@ def exchange_counts(
         The number of rows to each rank, and the number of rows from each rank.
     """
     one = [1] * group.size()
-    arriving, pending = all_to_all(counts, one, one, group, kind=kind)
-    pending.wait()
+    arriving = send_rows(counts, one, one, group, kind=kind)
     return counts.tolist(), arriving.tolist()
 
 

@@ -6,23 +6,21 @@ from torch import Tensor
 from longshard.context.execution.kernels.base import (
     QKV,
     BackwardInputs,
-    OneTile,
+    Kernel,
     hidden_pairs,
     repeated,
     summed,
 )
-from longshard.context.planning.capabilities import CAPABILITIES
 from longshard.context.planning.mask import Relation
 from longshard.sharding.tensors import wide_type
 
 _aten = torch.ops.aten
 
 
-class CpuFlash(OneTile):
+class CpuFlash(Kernel):
     """PyTorch's flash attention for CPUs, with grouped heads. Diagonals that are not of a square become a mask."""
 
     name = "cpu_flash"
-    capabilities = CAPABILITIES["cpu_flash"]
 
     def forward(self, q, k, v, *, relation, scale):
         """Return output and log-sum-exp of one tile.
@@ -62,7 +60,7 @@ class CpuFlash(OneTile):
         return False, q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-class Math(OneTile):
+class Math(Kernel):
     """Attention by its definition, in float32 at least: the reference, and the kernel if no other one can compute it.
 
     Args:
@@ -70,7 +68,6 @@ class Math(OneTile):
     """
 
     name = "math"
-    capabilities = CAPABILITIES["math"]
 
     def __init__(self, softcap: float = 0.0) -> None:
         self._softcap = softcap

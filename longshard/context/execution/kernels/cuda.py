@@ -18,21 +18,19 @@ from longshard.context.execution.kernels.base import (
     QKV,
     BackwardInputs,
     Kernel,
-    ManyTiles,
-    OneTile,
     OutLse,
     hidden_pairs,
     repeated,
     summed,
 )
-from longshard.context.planning.capabilities import CAPABILITIES, INDEX_LIMIT
+from longshard.context.planning.capabilities import INDEX_LIMIT
 from longshard.context.planning.lowering import Launch, is_large
 from longshard.context.planning.mask import Relation
 from longshard.sharding.ranges import Range
 from longshard.sharding.tensors import to_device
 
 
-class _Aten:
+class _Aten(Kernel):
     """A kernel of operators of aten, or of stand-ins for them."""
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
@@ -80,11 +78,10 @@ class _Flash(_Aten):
         )
 
 
-class CudaFlash(_Flash, OneTile):
+class CudaFlash(_Flash):
     """FlashAttention-2, with grouped heads and diagonals from the bottom right."""
 
     name = "cuda_flash"
-    capabilities = CAPABILITIES["cuda_flash"]
 
     @override
     def forward(self, q, k, v, *, relation, scale):
@@ -106,11 +103,10 @@ class CudaFlash(_Flash, OneTile):
         return tuple(_heads(x, size) for x in grads)
 
 
-class Efficient(_Aten, OneTile):
+class Efficient(_Aten):
     """Memory-efficient attention, in float32 too, for heads of any size; it needs repeated heads (arXiv 2112.05682)."""
 
     name = "efficient"
-    capabilities = CAPABILITIES["efficient"]
 
     @override
     def forward(self, q, k, v, *, relation, scale):
@@ -153,7 +149,7 @@ class Efficient(_Aten, OneTile):
         )
 
 
-class Cudnn(_Aten, OneTile):
+class Cudnn(_Aten):
     """cuDNN's attention, with grouped heads, fastest on Hopper and later.
 
     It builds a plan for each new shape, and refuses single rows.
@@ -163,7 +159,6 @@ class Cudnn(_Aten, OneTile):
     """
 
     name = "cudnn"
-    capabilities = CAPABILITIES["cudnn"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         super().__init__(ops)
@@ -200,11 +195,10 @@ class Cudnn(_Aten, OneTile):
         )  # fmt: skip
 
 
-class Varlen(_Flash, ManyTiles):
+class Varlen(_Flash):
     """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences."""
 
     name = "varlen"
-    capabilities = CAPABILITIES["varlen"]
 
     @override
     def forward_many(
@@ -232,7 +226,7 @@ class Varlen(_Flash, ManyTiles):
         return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
-class CudnnVarlen(ManyTiles):
+class CudnnVarlen(Kernel):
     """cuDNN for large tiles, one launch each, and FlashAttention-2 in one launch for the others.
 
     cuDNN builds a plan for each new shape. `lowering.py` cuts large tiles to lengths that recur, and this kernel gives
@@ -243,7 +237,6 @@ class CudnnVarlen(ManyTiles):
     """
 
     name = "cudnn_varlen"
-    capabilities = CAPABILITIES["cudnn_varlen"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._large = Cudnn(ops)
