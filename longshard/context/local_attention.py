@@ -80,7 +80,7 @@ class RefusedLocalAttention(TorchFunctionMode):
         function: Callable,
         types: Sequence[type],
         args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict | None = None,
     ) -> Any:
         if attends(function):
             raise ContextParallelError(

@@ -1,7 +1,6 @@
 """Record which attention modules and layers attended through the context, by hooks around them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -52,7 +51,7 @@ class AttendedLayers:
                 watched.append((name, module))
         return watched
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Hook before the forward of a module.
 
         Args:
@@ -71,7 +70,7 @@ class AttendedLayers:
         self._calls_before[module] = self._live.calls
 
     def after(
-        self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
+        self, name: str, module: nn.Module, args: tuple, kwargs: dict, result: object
     ) -> None:
         """Hook after the forward of a module.
 

@@ -7,7 +7,6 @@ The rules read modules and configurations, not names of models, and import no li
 import inspect
 import re
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -329,7 +328,7 @@ def window_of(config: object) -> int | None:
 
 
 def moves_tokens(
-    name: str, x: object, result: Tensor, args: tuple, kwargs: dict[str, Any], length: int
+    name: str, x: object, result: Tensor, args: tuple, kwargs: dict, length: int
 ) -> bool:
     """Return whether a call of F.pad, roll, cumsum, flip, mean or conv1d works along the tokens of a rank.
 
@@ -360,7 +359,7 @@ def moves_tokens(
     )
 
 
-def _dims_of_call(name: str, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+def _dims_of_call(name: str, args: tuple, kwargs: dict) -> list[int]:
     for key in ("dim", "dims", "axis"):
         if kwargs.get(key) is not None:
             args = (kwargs[key],)

@@ -117,7 +117,7 @@ class Interception(TorchFunctionMode):
         func: Callable,
         types: Sequence[type],
         args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
@@ -164,7 +164,7 @@ class Interception(TorchFunctionMode):
         return out if call.v.shape[-1] == size else out[..., : call.v.shape[-1]]
 
     @outside_of_graphs
-    def _scan(self, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
+    def _scan(self, name: str, function: Callable, arguments: dict) -> Any:
         self._agree(self._watch.shift)
         return scanned(name, function, arguments, self._handle, self._live)
 

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +91,7 @@ class ModelWatch:
             self.has_news |= self.positions.see(x)
 
     def on_shift(
-        self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]
+        self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict
     ) -> None:
         """Check a call such as F.pad or torch.cumsum, which mixes tokens if it works along them.
 
@@ -210,9 +209,7 @@ class ModelWatch:
         self._before(module, partial(add, 1))
         self._after(module, partial(add, -1))
 
-    def _after_root(
-        self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
-    ) -> None:
+    def _after_root(self, root: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
         if inspection.is_model(root):
             # a model that was detected at its call had no hook before that call
             check_inputs(root, args, kwargs)
