@@ -167,7 +167,9 @@ def context_parallel(
     Raises:
         ContextParallelError: Inputs do not fit, ranks differ, a context is open, or attention did not use the plan.
     """
-    options = _with_names(options or ContextParallelOptions(), method, load_balancer)
+    named = ("method", method), ("load_balancer", load_balancer)
+    names = {key: name for key, name in named if not isinstance(name, AxisLayout | None)}
+    options = replace(options or ContextParallelOptions(), **names)
     cuts, layout, rank = _cut_rows(
         buffers, buffer_seq_dims, load_balancer, options, mask, mesh, check_consistency
     )
@@ -179,17 +181,6 @@ def context_parallel(
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):
         yield cp
-
-
-def _with_names(
-    options: ContextParallelOptions, method: str | None, load_balancer: str | AxisLayout | None
-) -> ContextParallelOptions:
-    """Return the options with the named method and load balancer."""
-    if method is not None:
-        options = replace(options, method=method)
-    if isinstance(load_balancer, str):
-        options = replace(options, load_balancer=load_balancer)
-    return options
 
 
 def _cut_rows(

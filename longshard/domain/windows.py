@@ -30,8 +30,7 @@ def slide(
     function: Callable[[Tensor, Tiles], Tensor],
     *,
     whole: Collection[int] = (),
-    channels: int | None = None,
-    parameters: Sequence[Tensor | None] = (),
+    learned: tuple[int, Tensor, Tensor | None] | None = None,
     periodic: bool = False,
 ) -> DomainTensor:
     """Return the function of the windows of x, put together from tiles. Exchanges come before local dimensions.
@@ -42,8 +41,8 @@ def slide(
         windows: Dimension to its window.
         function: Computes a tile from its rows.
         whole: Dimensions that are whole, and that the function computes without tiles.
-        channels: Size of the result in the dimension before the first window; None means the size of x.
-        parameters: Weight and bias, which must have gradients on every rank.
+        learned: Channels of the result, in the dimension before the first window, and weight and bias, which must have
+            gradients on every rank; None means the channels of x.
         periodic: Whether rows beyond one end are the rows of the other end; else zeros.
     """
     local = x.local
@@ -59,10 +58,8 @@ def slide(
             local = fetch(local, axis, plan.wanted, dim, periodic=periodic)
             layouts[dim] = plan.layout
             tiles[dim] = plan.tiles[rank]
-    if channels is not None:
-        shape[min(windows) - 1] = channels
+    shape[min(windows) - 1], weight, bias = learned or (shape[min(windows) - 1], None, None)
     if 0 in shape:
-        weight, bias = (*parameters, None, None)[:2]
         result = connected(connected(local.new_zeros(shape), local, weight), bias)
     else:
         result = _tile_by_tile(local, [*tiles.items()], function, {})
@@ -184,8 +181,10 @@ def conv(
     def compute(part: Tensor, _: Tiles) -> Tensor:
         return function(part, weight, bias, stride, around, dilation, groups)
 
-    both = {"channels": weight.shape[0], "parameters": (weight, bias)}
-    return slide(x, window_plan, windows, compute, whole=whole, periodic=periodic, **both)
+    learned = weight.shape[0], weight, bias
+    return slide(
+        x, window_plan, windows, compute, whole=whole, learned=learned, periodic=periodic
+    )
 
 
 @rule(*_numbers("conv_transpose"), first_only=True)
@@ -210,8 +209,8 @@ def _conv_transpose(
             y = y.narrow(dim, start, rows)
         return y
 
-    both = {"channels": weight.shape[1] * groups, "parameters": (weight, bias)}
-    return slide(x, transposed_plan, windows, compute, whole=whole, **both)
+    learned = weight.shape[1] * groups, weight, bias
+    return slide(x, transposed_plan, windows, compute, whole=whole, learned=learned)
 
 
 def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:

@@ -160,13 +160,13 @@ def _convolution(where: Where, hidden_states, weight, bias, activation, **_: Any
 
 
 def _delta_rule(
-    where: Where, query, key, value, g, beta, *, use_qk_l2norm_in_kernel=False, **_: Any
+    where: Where, query, key, value, g, beta, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute the gated delta rule over all ranks.
 
     query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V).
     """
-    if use_qk_l2norm_in_kernel:
+    if options.get("use_qk_l2norm_in_kernel"):
         query, key = (
             wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6)
             for x in (query, key)
@@ -176,15 +176,15 @@ def _delta_rule(
     return linear_attention(tokens, where.handle)[0].to(value.dtype), None
 
 
-def _mamba2(
-    where: Where, hidden_states, dt, A, B, C, *, D, dt_bias, dt_softplus, dt_limit, **_: Any
-) -> Tensor:
+def _mamba2(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
     """Compute the scan of Mamba-2 over all ranks.
 
     hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P).
     """
-    step = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    step = wide((F.softplus(step) if dt_softplus else step).clamp(*dt_limit))
+    bias, D = options["dt_bias"], options["D"]
+    step = dt if bias is None else dt + bias.to(dt.dtype)
+    step = F.softplus(step) if options["dt_softplus"] else step
+    step = wide(step.clamp(*options["dt_limit"]))
     positions = _repeated(where.positions, hidden_states)
     x = wide(hidden_states)
     scan = C, B, x * step.unsqueeze(-1), A * step
@@ -192,16 +192,15 @@ def _mamba2(
     return out if D is None else out + D.unsqueeze(-1) * x
 
 
-def _mamba1(
-    where: Where, hidden_states, dt, A, B, C, *, D, z, delta_bias, delta_softplus, **_: Any
-) -> Tensor:
+def _mamba1(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
     """Compute the scan of Mamba over all ranks; a channel is a head.
 
     hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S).
     """
     x = hidden_states
-    step = dt if delta_bias is None else dt + delta_bias.to(dt.dtype).unsqueeze(-1)
-    step = wide(F.softplus(step) if delta_softplus else step).transpose(1, 2)
+    bias, D, z = options["delta_bias"], options["D"], options["z"]
+    step = dt if bias is None else dt + bias.to(dt.dtype).unsqueeze(-1)
+    step = wide(F.softplus(step) if options["delta_softplus"] else step).transpose(1, 2)
     v = wide(x).transpose(1, 2) * step
     positions = _repeated(where.positions, x)
     q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (C, B))

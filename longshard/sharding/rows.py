@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from longshard.sharding.exchange import all_to_all
 from longshard.sharding.layout import AxisLayout, sized
@@ -41,7 +41,7 @@ class Axis:
     """
 
     layout: AxisLayout
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
     def __post_init__(self) -> None:
         if self.layout.degree != self.group.size():
@@ -152,7 +152,7 @@ def fetch(
     if source == "local":
         pieces = plan_pieces(layout.ranges[rank], layout.length, wanted[rank])
         return put_together(x, pieces, dim)
-    return exchange(x, layout, wanted, dim=dim, group=axis.group)
+    return exchange(x, axis, wanted, dim)
 
 
 Pieces = tuple[tuple[bool, int, int], ...]
@@ -222,45 +222,42 @@ def connected(empty: Tensor, *inputs: Tensor | None) -> Tensor:
 # ---- Exchange
 
 
-def exchange(
-    x: Tensor,
-    layout: AxisLayout,
-    wanted: Sequence[Sequence[Range]],
-    *,
-    dim: int,
-    group: dist.ProcessGroup,
-) -> Tensor:
+def exchange(x: Tensor, axis: Axis, wanted: Sequence[Sequence[Range]], dim: int) -> Tensor:
     """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
 
     Rows beyond the ends of the axis are zeros. The adjoint adds up the gradients of all copies of a row: first the
     copies on its owner, then the copies on other ranks, in the order of the ranks.
 
     Args:
-        x: The shard of this rank, any shape with `layout.local_length(rank)` rows in `dim`.
-        layout: Which rank owns which rows.
+        x: The shard of this rank, any shape with `axis.rows` rows in `dim`.
+        axis: The sharded axis.
         wanted: The half-open ranges that each rank wants; they may overlap. The same on every rank.
         dim: The sharded dimension.
-        group: The group of the ranks.
 
     Raises:
         ValueError: The shard has another length, the number of ranks is another, or a range is inverted.
     """
     wanted = tuple(map(tuple, wanted))
-    _check_wanted(x.shape[dim], layout, wanted, group)
+    if x.shape[dim] != axis.rows or len(wanted) != axis.degree:
+        raise ValueError(
+            f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {axis.degree} ranks; the layout has "
+            f"{axis.rows} rows for this rank and {axis.degree} ranks"
+        )
+    if any(start > stop for ranges in wanted for start, stop in ranges):
+        raise ValueError(
+            f"exchange was asked for a range that ends before it begins, in {wanted[axis.rank][:4]}; order its ends"
+        )
 
     def fetched(x: Tensor) -> Tensor:
-        movement = plan_movement(layout.ranges, wanted, group.rank())
+        movement = plan_movement(axis.layout.ranges, wanted, axis.rank)
         result = _with_rows(x, movement.rows, dim)
         target = result.movedim(dim, 0)
         for start, stop in movement.outside:
             target[start:stop] = 0
-        _move(x.movedim(dim, 0), target, movement, group, add=False)
+        _move(x.movedim(dim, 0), target, movement, axis.group, add=False)
         return result
 
-    def returned(gradient: Tensor) -> Tensor:
-        return returned_rows(gradient, Axis(layout, group), wanted, dim)
-
-    return with_adjoint(x, fetched, returned)
+    return with_adjoint(x, fetched, lambda gradient: returned_rows(gradient, axis, wanted, dim))
 
 
 def returned_rows(gradient: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Tensor:
@@ -281,28 +278,6 @@ def returned_rows(gradient: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Ten
     return result.to(gradient.dtype)
 
 
-def _check_wanted(
-    rows: int,
-    layout: AxisLayout,
-    wanted: Wanted,
-    group: dist.ProcessGroup,
-) -> None:
-    rank = group.rank()
-    if (
-        rows != layout.local_length(rank)
-        or len(wanted) != layout.degree
-        or layout.degree != group.size()
-    ):
-        raise ValueError(
-            f"exchange got {rows} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
-            f"{layout.local_length(rank)} rows for this rank and {layout.degree} ranks"
-        )
-    if any(start > stop for ranges in wanted for start, stop in ranges):
-        raise ValueError(
-            f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
-        )
-
-
 def _with_rows(x: Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an uninitialised tensor like `x`, (..., rows, ...), with another number of rows in `dim`."""
     shape = list(x.shape)
@@ -314,7 +289,7 @@ def _move(
     rows: Tensor,
     target: Tensor,
     movement: Movement,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     *,
     add: bool,
 ) -> None:

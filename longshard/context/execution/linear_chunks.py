@@ -143,13 +143,11 @@ class Chunks:
         maps = []
         k = x.k.shape[-1]
         v = x.v.shape[-1]
-        columns = v + (1 if x.beta is None else k)
+        identity = x.k.new_ones(k, 1) if x.beta is None else torch.eye(k).to(x.k)
         for first, end in self.fragments:
-            state = x.k.new_zeros(*x.k.shape[:2], self._runs(first, end), k, columns)
-            if x.beta is None:
-                state[..., v:] = 1
-            else:
-                state[..., v:] = torch.eye(k, dtype=state.dtype, device=state.device)
+            runs = self._runs(first, end)
+            state = x.k.new_zeros(*x.k.shape[:2], runs, k, v + identity.shape[1])
+            state[..., v:] = identity
             for at, here in self._steps(first, end):
                 old = state[:, :, here]
                 new = self.through[:, :, at] * old
