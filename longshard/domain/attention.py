@@ -98,7 +98,7 @@ def _attended(
         axes = domain.axes[rows], key_axis
         out = DomainTensor(_over_ranks(q_local, *parts, axes=axes, options=options), domain)
         return gather(out, [rows]) if is_whole else out
-    mask = _seen(attn_mask, q, k.shape[-2], is_causal=options.is_causal)
+    mask = _seen(attn_mask, q, k, is_causal=options.is_causal)
     mask = None if mask is None else _rows_of_mask(mask, q)
     if q_local.numel():
         score_options = options._replace(is_causal=False)._asdict()
@@ -141,11 +141,11 @@ def _rows_of_mask(mask: Any, q: DomainTensor) -> Tensor:
     return own_part(mask, Domain(axes), shape)
 
 
-def _seen(mask: Any, q: DomainTensor, keys: int, *, is_causal: bool) -> Any:
+def _seen(mask: Any, q: DomainTensor, k: DomainTensor, *, is_causal: bool) -> Any:
     """Return the mask; if there is none and attention is causal, a causal mask."""
     if mask is not None or not is_causal:
         return mask
-    return torch.ones(q.shape[-2], keys, dtype=torch.bool, device=q.device).tril()
+    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
 
 
 def _weights(
@@ -158,7 +158,7 @@ def _weights(
 ) -> DomainTensor:
     """Return the softmax of the masked products of queries and keys: (B, H, S, S of keys)."""
     scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
-    if (mask := _seen(mask, q, k.shape[-2], is_causal=is_causal)) is not None:
+    if (mask := _seen(mask, q, k, is_causal=is_causal)) is not None:
         scores = (
             scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         )

@@ -296,11 +296,9 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
             x,
             "it has no rule for sharded axes" if registered is None else "the argument `out`",
         )
-    stale = None
-    if not torch.compiler.is_compiling():
-        stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
-    if stale is not None:
-        raise refused(name, stale, f"{VIEW}, and that tensor was changed in place since")
+    for x in () if torch.compiler.is_compiling() else tensors:
+        if x.base and x.base.has_changed():
+            raise refused(name, x, f"{VIEW}, and that tensor was changed in place since")
     if "axis" in kwargs:  # torch accepts both names of the first two arguments
         kwargs["dim"] = kwargs.pop("axis")
     args = (kwargs.pop("input"), *args) if "input" in kwargs else args

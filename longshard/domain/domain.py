@@ -83,8 +83,6 @@ class Domain:
         Args:
             layouts: Dimension to its new layout.
         """
-        if all(layouts.get(d, axis.layout) is axis.layout for d, axis in self.axes.items()):
-            return self
         return Domain(
             {d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()}
         )

@@ -170,12 +170,7 @@ def own_part(x: AnyTensor, domain: Domain, shape: Sequence[int]) -> Tensor:
             d for d, a in own_axes.items() if a.group is axis.group and d not in x.domain.axes
         ]
         x = move(x, dim, there[0], own_axes[there[0]].layout) if there else gather(x, [dim])
-    other = {
-        d: own_axes[d].layout
-        for d, a in x.domain.axes.items()
-        if a.layout.ranges != own_axes[d].layout.ranges
-    }
-    local = reshard(x, other).local
+    local = reshard(x, {dim: own_axes[dim].layout for dim in x.domain.axes}).local
     for dim, axis in own_axes.items():
         if dim not in x.domain.axes:
             local = shard(local, axis.layout, dim, group=axis.group)

@@ -247,10 +247,9 @@ class _Draws(TorchDispatchMode):
 
 def _are_equal(said: bytes, tensors: Iterable[DomainTensor]) -> bool:
     """Return whether all ranks of the domains pass the same bytes; if not, every rank gets False."""
-    axes = [axis for x in tensors for axis in x.domain.axes.values()]
     number = int.from_bytes(hashlib.sha256(said).digest()[:7]) + 1
-    groups = {id(axis.group): axis.group for axis in axes}.values()
-    for group in filter(has_peers, groups):
+    groups = {id(axis.group): axis.group for x in tensors for axis in x.domain.axes.values()}
+    for group in filter(has_peers, groups.values()):
         is_gloo = "gloo" in dist.get_backend(group)
         device = "cpu" if is_gloo else torch.accelerator.current_accelerator()
         if (

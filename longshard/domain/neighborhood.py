@@ -84,7 +84,11 @@ def neighborhood_attention(
     _check_shapes(q, k, v)
     domain = common_domain(tensors, shape)
     dims = range(1, q.ndim - 2)
-    _check_sharded(domain, dims)
+    if any(dim > dims[-1] for dim in domain.axes):
+        raise ValueError(
+            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
+            "must have whole; shard batch or spatial dimensions"
+        )
     options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
     hoods: dict[int, Hood] = {
         dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)
@@ -164,14 +168,6 @@ def _check_shapes(q: Any, k: Any, v: Any) -> None:
             f"q, k and v of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} do not fit; they must be "
             "(batch, *spatial, heads, head dim) with one to three spatial dimensions. q and k must have the same head "
             "dim, and the number of heads of k and v must divide q's"
-        )
-
-
-def _check_sharded(domain: Domain, spatial: range) -> None:
-    if any(dim > spatial[-1] for dim in domain.axes):
-        raise ValueError(
-            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
-            "must have whole; shard batch or spatial dimensions"
         )
 
 

@@ -76,17 +76,8 @@ class Band(NamedTuple):
     lower: int = -ANY
     upper: int = ANY
 
-    def visible(self, query: int) -> Range:
-        """Return the keys that a query of this band sees; (x, x) if it sees none.
-
-        Args:
-            query: The query.
-        """
-        start = max(self.kv_start, query + self.lower)
-        return start, max(start, min(self.kv_stop, query + self.upper + 1))
-
     def hull(self, start: int, stop: int) -> Range:
-        """Return the keys that some query of [start, stop) sees; they are one range.
+        """Return the keys that some query of [start, stop) sees; they are one range, (x, x) without keys.
 
         Args:
             start: The first query.
