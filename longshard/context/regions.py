@@ -261,7 +261,7 @@ def _cut(
         raise ContextParallelError(
             "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
         )
-    whole: list[tuple[Tensor, Tensor]] = []
+    whole = []
     try:
         for x, dim in cuts:
             # `set_` gives the tensor new memory; views of the old memory still see the whole tensor.
@@ -283,7 +283,7 @@ def _cuts(
             f"context_parallel got {len(buffers)} buffers and {len(dims)} sequence dimensions; give one dimension for "
             "each buffer, and at least one buffer"
         )
-    cuts: dict[int, tuple[Tensor, int]] = {}
+    cuts = {}
     for number, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not -x.ndim <= dim < x.ndim or cuts.get(id(x), (x, dim % x.ndim))[1] != dim % x.ndim:
             raise ContextParallelError(

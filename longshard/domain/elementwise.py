@@ -134,7 +134,7 @@ def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
     Args:
         parts: Dimension to its axis, for each part.
     """
-    axes: dict[int, Axis] = {}
+    axes = {}
     for part in parts:
         for dim, axis in part.items():
             if dim not in axes and not shares_ranks(axis, axes.values()):

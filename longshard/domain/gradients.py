@@ -110,7 +110,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
     """Return the ranks over which wrappers average the gradients of parameters."""
-    averaged: dict[nn.Parameter, set[int]] = {}
+    averaged = {}
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
@@ -154,7 +154,7 @@ def _average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> No
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors of one type in runs of limited size."""
-    bucket: list[Tensor] = []
+    bucket = []
     for x in tensors:
         if bucket and (
             x.dtype != bucket[0].dtype or sum(map(torch.numel, bucket)) + x.numel() > _BUCKET

@@ -134,7 +134,7 @@ def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _names_in_errors(model: nn.Module) -> Iterator[None]:
     """Add the name of the innermost running module to an error that is raised inside."""
-    running: list[str] = []
+    running = []
     hooks = []
 
     def entered(module: nn.Module, args: tuple, kwargs: dict, name: str) -> None:
@@ -237,7 +237,7 @@ class _Draws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:

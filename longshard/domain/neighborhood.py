@@ -90,9 +90,7 @@ def neighborhood_attention(
             "must have whole; shard batch or spatial dimensions"
         )
     options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
-    hoods: dict[int, Hood] = {
-        dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)
-    }
+    hoods = {dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)}
     for dim, hood in hoods.items():
         _check_fit(hood, shape[dim], dim)
     q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
@@ -120,7 +118,7 @@ def _with_neighbors(
 
     One exchange for each sharded dimension of `hoods`. shape: of the whole queries.
     """
-    keys: dict[int, Ranges] = {dim: ((0, shape[dim]),) for dim in hoods}
+    keys = {dim: ((0, shape[dim]),) for dim in hoods}
     sharded = [dim for dim in hoods if dim in domain.axes]
     if not sharded:
         return k, v, keys

@@ -142,7 +142,7 @@ def tiles_of(
         The tiles.
     """
     hood = Neighborhood(*fields)
-    by_windows: dict[tuple[Range, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
+    by_windows = {}
     for segment in segments(queries, length, hood):
         start, stop = segment.queries
         for first in range(start, stop, rows):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from longshard.domain.dispatch import AnyTensor, DomainTensor, is_sharded, refuse_unless, rule
-from longshard.domain.domain import Axis, Domain, shares_ranks
+from longshard.domain.domain import Domain, shares_ranks
 from longshard.domain.elementwise import own_part
 from longshard.sharding.placement import added_up
 from longshard.sharding.tensors import wide_type
@@ -41,11 +41,11 @@ def contracted(
         result: The names of the dimensions of the result.
         compute: Returns the sum of products of this rank's parts of the operands.
     """
-    sizes: dict[Any, int] = {}
+    sizes = {}
     for x, own in zip(operands, indices, strict=True):
         for index, size in zip(own, x.shape, strict=True):
             sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]
-    chosen: dict[Any, Axis] = {}
+    chosen = {}
     for index in dict.fromkeys([*result, *chain(*indices)]):
         for x, own in zip(operands, indices, strict=True):
             axis = (

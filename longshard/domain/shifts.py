@@ -115,7 +115,7 @@ def _padded(
 
 def _as_ranges(rows: Iterable[int]) -> tuple[Range, ...]:
     """Return rows in order as ranges."""
-    ranges: list[Range] = []
+    ranges = []
     for row in rows:
         if ranges and ranges[-1][1] == row:
             ranges[-1] = (ranges[-1][0], row + 1)

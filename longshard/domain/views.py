@@ -82,7 +82,7 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
     """
     if not x.numel():
         raise refused(name, x, "it has no elements")
-    axes: dict[int, Axis] = {}
+    axes = {}
     for old, new in _groups(x.shape, sizes):
         sharded = [dim for dim in old if dim in x.domain.axes]
         if len(sharded) > 1:

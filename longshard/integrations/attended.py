@@ -20,11 +20,11 @@ class AttendedLayers:
     def __init__(self, live: LivePlan, is_in_force: Callable[[], bool]) -> None:
         self._live = live
         self._is_in_force = is_in_force
-        self._root: nn.Module | None = None  # the model that runs
-        self._calls_before: dict[nn.Module, int] = {}
-        self._attended: dict[str, bool] = {}  # of attention modules and layers, in this forward
+        self._root = None  # the model that runs
+        self._calls_before = {}
+        self._attended = {}  # of attention modules and layers, in this forward
         # model -> name of each nn.ModuleList -> kinds of its layers, number of its layers
-        self._stacks: dict[nn.Module, dict[str, tuple[list[str], int]]] = {}
+        self._stacks = {}
 
     def covered(
         self, root: nn.Module, modules: Mapping[str, nn.Module]
@@ -38,7 +38,7 @@ class AttendedLayers:
             root: The model.
             modules: The modules of the model, by name.
         """
-        kinds: list[str] = []
+        kinds = []
         stacks = self._stacks[root] = {}
         layers = set()
         watched = []

@@ -82,7 +82,7 @@ class Allowed:
 
     def __init__(self, entries: Collection[type | str]) -> None:
         self._entries = tuple(entries)
-        self._used: set[type | str] = set()
+        self._used = set()
 
     def has(self, module: nn.Module | None, name: str) -> bool:
         """Return whether a module, or a kind of layers, is allowed.
@@ -146,7 +146,7 @@ def checked_modules(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn
         root: The model.
         allowed: Modules that a user checked by hand.
     """
-    seen: set[nn.Module] = set()
+    seen = set()
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module in seen or allowed.has(module, name):

@@ -15,7 +15,6 @@ from functools import partial
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from longshard.context.live import LivePlan
 from longshard.context.planning.options import ContextParallelError
@@ -56,11 +55,11 @@ class ModelWatch:
         self._live = live
         self._model = model
         self._allowed = allowed
-        self._known: set[nn.Module] = set()
-        self._handles: list[RemovableHandle] = []
+        self._known = set()
+        self._handles = []
         # number of calls that run now, of `tokens` (embeddings) and of `allowed` modules
-        self._inside: Counter[str] = Counter()
-        self.shift: str | None = None
+        self._inside = Counter()
+        self.shift = None
         """Why a call that mixed tokens is refused; None if there was none."""
         self._thread = threading.get_ident()
         self._attended = AttendedLayers(live, is_in_force)

@@ -37,7 +37,7 @@ def union(ranges: Iterable[Range]) -> Ranges:
     Args:
         ranges: The ranges, in any order; they may overlap and be empty.
     """
-    joined: list[Range] = []
+    joined = []
     for start, stop in sorted(ranges):
         if start >= stop:
             continue
@@ -110,7 +110,7 @@ class Offsets:
         self._before = [0]
         for start, stop in ranges:
             self._before.append(self._before[-1] + stop - start)
-        self._places: dict[tuple[Range, ...], Ranges] = {}
+        self._places = {}
 
     def __call__(self, number: int) -> int:
         """Return the number of values in the ranges that are below `number`; this is its place if a range holds it.

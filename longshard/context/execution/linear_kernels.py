@@ -136,7 +136,7 @@ class KernelPass:
         """
         entries = self._before(ends)
         after = torch.empty_like(self.zeros)
-        out: dict[int, Tensor] = {}
+        out = {}
         for length, numbers in self._groups.items():
             tokens = [self._batch(x, length) for x in self._inputs]
             rows, states = _by_kernels(
@@ -181,7 +181,7 @@ class KernelPass:
             ends: The gradients of the states after fragments.
         """
         exits = self._before(ends)
-        parts: list[dict[int, Tensor]] = [{} for _ in self._inputs]
+        parts = [{} for _ in self._inputs]
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes.pop(length)
             gradients = torch.autograd.grad(

@@ -122,8 +122,8 @@ class HeadExchange:
         q, k, v = (fold_batch(x, self.plan) for x in qkv)
         passes = self._passes(q, k.shape[1])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
-        returning: list[Pending] = []
-        into: tuple[Tensors, Tensors] = [], []
+        returning = []
+        into = [], []
         kept = Tensors()
         held = Tensors()
         for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
@@ -179,9 +179,9 @@ class HeadExchange:
         sum_dtype = wide_type(dout.dtype)
         gradient_dtype = sum_dtype if copies > 1 else dout.dtype
         optional_gradients = [None if x is None else torch.zeros_like(x) for x in terms[1:]]
-        returning: list[Pending] = []
-        into: tuple[Tensors, Tensors] = [], []
-        sums: Tensors = []
+        returning = []
+        into = [], []
+        sums = []
         for share, inside in pass_inputs(inputs, dout, passes):
             own_heads = share.queries(self.group.rank())
             in_parts = not (share.has_keys and share.has_gradients)
@@ -217,7 +217,7 @@ class HeadExchange:
         """Yield the inputs of the backward of each pass: all rows of this rank's heads, exchanged again."""
         q, k, v, out, lse = (fold_batch(x, self.plan) for x in inputs[1:])
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
-        held: Tensors = []
+        held = []
         for share, bundle, *rows in self._arriving(
             [q, dout, out, lse], keys, passes, kind="qkv_dout"
         ):

@@ -19,7 +19,7 @@ from longshard.context.planning.capabilities import Capabilities
 from longshard.context.planning.mask import Relation
 from longshard.context.planning.plan import RankPlan, Stage
 from longshard.context.planning.tiles import Tile
-from longshard.sharding.ranges import Range, Ranges, intersection, size, union
+from longshard.sharding.ranges import Range, intersection, size, union
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
 
 
 def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[Launches]:
-    touched: Ranges = ()
+    touched = ()
     for stage in stages:
         launches = []
         touched_keys = ()
@@ -239,7 +239,7 @@ def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
     Args:
         tiles: The tiles.
     """
-    groups: dict[tuple[Relation, int], list[T]] = {}
+    groups = {}
     for tile in tiles:
         single = tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1
         groups.setdefault((Relation.CAUSAL, 0) if single else _kind(tile), []).append(tile)

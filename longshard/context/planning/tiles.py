@@ -115,8 +115,8 @@ class Needs:
         self.kv_ranges = kv_layout.repeated(mask.sequences).ranges
         self._bands = mask.bands
         self._band_stops = [band.q_stop for band in mask.bands]
-        self._keys: dict[int, Ranges] = {}
-        self._held: dict[Range, Ranges] = {}
+        self._keys = {}
+        self._held = {}
 
     def keys(self, rank: int) -> Ranges:
         """Return the keys that some query of a rank sees.

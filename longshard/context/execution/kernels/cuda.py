@@ -241,7 +241,7 @@ class CudnnVarlen(Kernel):
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._large = Cudnn(ops)
         self._others = Varlen(ops)
-        self._shapes: set[tuple] = set()
+        self._shapes = set()
 
     @override
     def forward_many(
