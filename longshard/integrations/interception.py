@@ -59,8 +59,9 @@ def intercept_sdpa(
     @contextmanager
     def intercepting(handle: Tensor, live: LivePlan) -> Iterator[None]:
         allowed = Allowed(allow_modules)
-        watch = ModelWatch(live, lambda: is_intercepted(handle), model, allowed)
+        watch = ModelWatch(live, lambda: is_intercepted(handle), allowed)
         with Interception(handle, live, watch), watch:
+            watch.start(model)
             yield
         if live.calls == 0:
             raise ContextParallelError(

@@ -9,7 +9,7 @@ context does not see it.
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 
 import torch
@@ -28,13 +28,12 @@ from longshard.integrations.rotary_length import depends_on_length, lengthened, 
 from longshard.integrations.scans import bind
 
 
-class ModelWatch:
-    """Hooks on the models that run in one context and one thread.
+class ModelWatch(ExitStack):
+    """Hooks on the models that run in one context and one thread. They are removed at the exit.
 
     Args:
         live: The plan of the context.
         is_in_force: Returns whether attention is intercepted at the place of the call.
-        model: The model that will run; None if it is not known.
         allowed: Modules that a user checked by hand.
 
     Raises:
@@ -43,20 +42,15 @@ class ModelWatch:
     """
 
     def __init__(
-        self,
-        live: LivePlan,
-        is_in_force: Callable[[], bool],
-        model: nn.Module | None,
-        allowed: Allowed,
+        self, live: LivePlan, is_in_force: Callable[[], bool], allowed: Allowed
     ) -> None:
+        super().__init__()
         self.has_news = True
         """Whether a forward began, or positions were seen, since the ranks last compared them."""
         self.positions = Positions(live)
         self._live = live
-        self._model = model
         self._allowed = allowed
         self._known = set()
-        self._handles = []
         # number of calls that run now, of `tokens` (embeddings) and of `allowed` modules
         self._inside = Counter()
         self.shift = None
@@ -64,21 +58,17 @@ class ModelWatch:
         self._thread = threading.get_ident()
         self._attended = AttendedLayers(live, is_in_force)
 
-    def __enter__(self) -> "ModelWatch":
-        self._handles.append(register_module_forward_pre_hook(self._on_call))
-        try:
-            if self._model is not None:
-                self._adopt(self._model)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
     # ---- For the interception
+
+    def start(self, model: nn.Module | None) -> None:
+        """Begin to watch.
+
+        Args:
+            model: The model that will run; None if it is not known.
+        """
+        self.enter_context(register_module_forward_pre_hook(self._on_call))
+        if model is not None:
+            self._adopt(model)
 
     def see(self, *values: object) -> None:
         """Check values that may be positions, such as the indices of a table that is not a table of tokens.
@@ -131,12 +121,12 @@ class ModelWatch:
     # ---- Hooks. The compiler breaks its graph at them.
 
     def _before(self, module: nn.Module, hook: Callable) -> None:
-        self._handles.append(
+        self.enter_context(
             module.register_forward_pre_hook(outside_of_graphs(hook), with_kwargs=True)
         )
 
     def _after(self, module: nn.Module, hook: Callable) -> None:
-        self._handles.append(
+        self.enter_context(
             module.register_forward_hook(outside_of_graphs(hook), with_kwargs=True)
         )
 
