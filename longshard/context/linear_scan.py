@@ -208,8 +208,8 @@ def _in_turn(maps: Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> Tensor:
         transfers = []
         arriving = []
         for place in range(max(step - len(blocks) + 1, 0), min(step + 1, len(order) - 1)):
-            (_, sender) = order[place]
-            (_, receiver) = order[place + 1]
+            _, sender = order[place]
+            _, receiver = order[place + 1]
             columns = blocks[step - place]
             if sender == axis.rank:
                 bias = changes[place][..., :v_dim]

@@ -41,28 +41,28 @@ def _gradient(
         if isinstance(grad_outputs, Sequence)
         else [grad_outputs] * len(outputs)
     )
-    tensors = [t for t in (*outputs, *inputs) if isinstance(t, DomainTensor)]
-    groups = {id(axis.group): axis.group for t in tensors for axis in t.domain.axes.values()}
+
+    def groups_of(tensors: Sequence) -> dict[int, dist.ProcessGroup]:
+        axes = [axis for x in wrapped(tensors) for axis in x.domain.axes.values()]
+        return {id(axis.group): axis.group for axis in axes}
+
+    groups = groups_of([*outputs, *inputs])
 
     def lacking(x: Any) -> list[dist.ProcessGroup]:
-        own = (
-            [axis.group for axis in x.domain.axes.values()]
-            if isinstance(x, DomainTensor)
-            else []
-        )
-        return [group for group in groups.values() if all(group is not other for other in own)]
+        own = groups_of([x])
+        return [group for number, group in groups.items() if number not in own]
 
     shares = []
-    for y, seed in zip(outputs, seeds, strict=True):
+    for y, seed in zip(wrapped(outputs), seeds, strict=True):
         if seed is None and y.shape.numel() != 1:
             raise RuntimeError(
                 f"an output of shape {tuple(y.shape)} is not a single number; give `grad_outputs` for it"
             )
         seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None else seed
-        own = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
+        own = own_part(seed, y.domain, y.shape)
         # the share of each rank in an output that all ranks compute
         copies = math.prod(group.size() for group in lacking(y))
-        shares.append(own.expand(unwrapped(y).shape) / copies)
+        shares.append(own.expand(y.local.shape) / copies)
     results = []
     for x, part in zip(
         inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True

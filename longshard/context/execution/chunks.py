@@ -152,7 +152,7 @@ class ChunkExecution(StagedExecution):
             if (sums := self.waiting.gradients.get((self.layer, chunk))) is not None:
                 sums.fetch()
         source = waiting.fetch()
-        (first, *others) = offsets.places(stage.held)
+        first, *others = offsets.places(stage.held)
         rows = (
             source.new_empty(stage.rows, *source.shape[1:]) if others else source[slice(*first)]
         )

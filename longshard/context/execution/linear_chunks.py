@@ -222,7 +222,7 @@ class Chunks:
         Args:
             read: As returned by `read`.
         """
-        (_, reads) = read
+        _, reads = read
         biases = []
         for first, end in self.fragments:
             state = reads.new_zeros(*reads.shape[:2], self._runs(first, end), *reads.shape[3:])
@@ -244,7 +244,7 @@ class Chunks:
             becomes
         the gradient of the additions of tokens.
         """
-        (dadded, reads) = read
+        dadded, reads = read
         steps = []
         for at, here in reversed([*self._steps(first, end)]):
             steps.append(state)

@@ -78,8 +78,8 @@ class KernelPass:
     """
 
     def __init__(self, x: Tokens, lengths: Sequence[int]) -> None:
-        (batch, _, heads, k_dim) = x.q.shape
-        (*_, states, v_dim) = x.v.shape
+        batch, _, heads, k_dim = x.q.shape
+        *_, states, v_dim = x.v.shape
         self._x = x
         self._lengths = list(lengths)
         self._groups = defaultdict(list)

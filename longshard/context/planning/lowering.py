@@ -280,7 +280,7 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
         tile: The tile.
         capabilities: What the kernel can do.
     """
-    (kv_start, kv_stop) = tile.kv
+    kv_start, kv_stop = tile.kv
     extra = _extra_keys(tile)
     if 0 < capabilities.large <= shortest_side(tile) and not tile.relation.lower:
         yield from _large_parts(tile, capabilities)
@@ -312,8 +312,8 @@ def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     part that is large itself, as of 300,000 tokens, is cut again. A remaining CAUSAL part stays one call, so that its
     results are not added up.
     """
-    (q_start, q_stop) = tile.q
-    (kv_start, kv_stop) = tile.kv
+    q_start, q_stop = tile.q
+    kv_start, kv_stop = tile.kv
     middle = q_start + recurring_length(q_stop - q_start)
     rows = q_start, middle
     if tile.relation is Relation.CAUSAL:
@@ -351,8 +351,8 @@ def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
         tile: The tile.
         extra: By how much the keys of the tile outnumber its queries.
     """
-    (q_start, q_stop) = tile.q
-    (kv_start, kv_stop) = tile.kv
+    q_start, q_stop = tile.q
+    kv_start, kv_stop = tile.kv
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))
     for start in range(q_start, q_stop, rows):
         q = start, min(start + rows, q_stop)
