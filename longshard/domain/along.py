@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshard.domain.dispatch import AnyTensor, DomainTensor, refused, rule, wrapped
+from longshard.domain.dispatch import AnyTensor, DomainTensor, Unhandled, rule, wrapped
 from longshard.domain.domain import balanced, sized
 from longshard.domain.elementwise import elementwise
 from longshard.domain.reductions import extreme, vector_norm
@@ -48,7 +48,7 @@ def along(*names: str) -> Callable[[Rule], Rule]:
             asked = bound.arguments["dim"]
             dims = [asked] if isinstance(asked, int) else asked
             if dims is None or not all(isinstance(d, int) for d in dims):
-                raise refused(function.__name__, x, f"it works along dimension {asked}")
+                raise Unhandled(f"it works along dimension {asked}")
             dims = [d % x.ndim for d in dims]
             if any(d in x.domain.axes for d in dims):
                 return sharded(function, x, *args, **kwargs)

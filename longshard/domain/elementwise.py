@@ -63,28 +63,25 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     shape = x.shape if is_alone else torch.broadcast_shapes(*(x.shape for x in operands))
     domain = x.domain if is_alone else common_domain(operands, shape)
     is_in_place = function.__name__ in _IN_PLACE or kwargs.get("inplace", False)
-    shown = next(filter(is_sharded, operands), x)
     if is_in_place:
         has_axes = isinstance(x, DomainTensor) and x.domain.axes.keys() == domain.axes.keys()
         why = "it changes a tensor that has not the result's axes"
-        refuse_unless(has_axes and x.shape == shape, function, shown, why)
-        refuse_unless(x.base is None, function, x, f"{VIEW}; change a `clone` of it")
+        refuse_unless(has_axes and x.shape == shape, why)
+        refuse_unless(x.base is None, f"{VIEW}; change a `clone` of it")
 
     def own(x: Any) -> Any:
         return own_part(x, domain, shape) if isinstance(x, AnyTensor) else x
 
     result = function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
     fits = getattr(result, "shape", None) == domain.local_shape(shape)
-    refuse_unless(fits, function, shown, "its result has another shape than its operands")
+    refuse_unless(fits, "its result has another shape than its operands")
     return x if is_in_place else wrapped(result, domain)
 
 
 @rule("prelu", first_only=True)
 def _prelu(function: Callable, x: DomainTensor, weight: Tensor) -> DomainTensor:
     """Apply F.prelu. weight: one number, or one for each channel, dimension 1, which is whole."""
-    refuse_unless(
-        weight.numel() == 1 or 1 not in x.domain.axes, function, x, "sharded channels"
-    )
+    refuse_unless(weight.numel() == 1 or 1 not in x.domain.axes, "sharded channels")
     return DomainTensor(function(x.local, weight), x.domain)
 
 
@@ -92,7 +89,7 @@ def _prelu(function: Callable, x: DomainTensor, weight: Tensor) -> DomainTensor:
 def _complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
     is_real = function.__name__ == "view_as_real"
     is_whole = x.ndim - 1 not in x.domain.axes
-    refuse_unless(is_real or is_whole, function, x, "sharded parts")
+    refuse_unless(is_real or is_whole, "sharded parts")
     # torch refuses the backward of an empty tensor
     if is_real and not x.local.numel():
         return DomainTensor(torch.stack([x.local.real, x.local.imag], -1), x.domain)

@@ -37,8 +37,8 @@ def _interpolate(
         and not recompute_scale_factor
         and not antialias
     )
-    refuse_unless(is_known, function, x, f"mode {mode!r}, or an option")
-    dims = spatial_dims(function, x, x.ndim - 2)
+    refuse_unless(is_known, f"mode {mode!r}, or an option")
+    dims = spatial_dims(x, x.ndim - 2)
     factors = [None] * len(dims)
     if scale_factor is not None:
         factors = [float(factor) for factor in per_axis(scale_factor, dims)]

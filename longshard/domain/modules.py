@@ -25,7 +25,7 @@ from torch.func import functional_call
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longshard.domain.dispatch import DomainOperatorError, is_sharded, map_tensors
+from longshard.domain.dispatch import DomainOperatorError, handled, is_sharded, map_tensors
 from longshard.domain.neighborhood import neighborhood_attention
 from longshard.domain.tensor import DomainTensor
 from longshard.domain.whole import flat
@@ -41,7 +41,8 @@ class _CircularConv:
             return super().forward(x)
         function = getattr(F, f"conv{self.weight.ndim - 2}d")
         options = (self.stride, self.padding, self.dilation, self.groups)
-        return conv(function, x, self.weight, self.bias, *options, periodic=True)
+        periodic = partial(conv, periodic=True)
+        return handled(periodic, x, function, x, self.weight, self.bias, *options)
 
 
 _CIRCULAR = {

@@ -31,7 +31,7 @@ def _dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
     With p = 0, or in evaluation, the result is x itself.
     """
     name = function.__name__
-    refuse_unless(0 <= p <= 1, function, x, f"a share of {p}")
+    refuse_unless(0 <= p <= 1, f"a share of {p}")
     if not training or p == 0:
         return x
     # each element of the first `dims` dimensions is drawn; the other dimensions share it
@@ -59,7 +59,7 @@ def _random_like(
     also come by name. A generator is refused. Other named arguments describe the memory of the result, and are not
     needed.
     """
-    _check(function, x, generator)
+    _check(generator)
     if "high" in named:
         bounds = (*(bounds or [named.get("low", 0)]), named["high"])
     dtype = dtype or x.dtype
@@ -75,7 +75,7 @@ def _random_like(
 
 @rule("bernoulli", draws=True)
 def _bernoulli(function, x, p=None, *, generator=None) -> DomainTensor:
-    _check(function, x, generator)
+    _check(generator)
     return (uniform(x, x.shape, torch.float64) < (x if p is None else p)).to(x.dtype)
 
 
@@ -84,7 +84,7 @@ def _drawn_in_place(
     function, x, first=0.0, second=1.0, *, generator=None, **named: float
 ) -> DomainTensor:
     """Fill x in place: with a mean and a deviation, or between the bounds `from` and `to`."""
-    _check(function, x, generator)
+    _check(generator)
     first = named.get("mean", named.get("from", first))
     second = named.get("std", named.get("to", second))
     exact = wide_type(x.dtype)
@@ -93,11 +93,9 @@ def _drawn_in_place(
     return x.copy_(drawn * (second if is_normal else second - first) + first)
 
 
-def _check(function: Any, x: DomainTensor, generator: torch.Generator | None) -> None:
+def _check(generator: torch.Generator | None) -> None:
     refuse_unless(
         generator is None,
-        function,
-        x,
         "a generator, because its numbers would depend on the rank's shard",
     )
 

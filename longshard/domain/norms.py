@@ -1,7 +1,5 @@
 """Rules of norms over sharded axes: each rank normalises its shard by the statistics of all ranks."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from longshard.sharding.tensors import wide_type
 @rule("group_norm", first_only=True)
 def _group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5) -> DomainTensor:
     """Normalise x, (N, C, *spatial). weight, bias: (C,), whole on every rank."""
-    _check_channels(function, x)
+    _check_channels(x)
     grouped = x.local.unflatten(1, (num_groups, -1))
     domain = x.domain.moved(1, first=2)
     stats = moments(grouped, domain, range(2, x.ndim + 1), wide_type(x.dtype))
@@ -34,9 +32,7 @@ def _instance_norm(
     momentum=0.1,
     eps=1e-5,
 ) -> DomainTensor:
-    refuse_unless(
-        use_input_stats and running_mean is None, function, x, "running statistics of instances"
-    )
+    refuse_unless(use_input_stats and running_mean is None, "running statistics of instances")
     return _group_norm(function, x, x.shape[1], weight, bias, eps)
 
 
@@ -53,7 +49,7 @@ def _batch_norm(
     eps=1e-5,
 ) -> DomainTensor:
     """Normalise x, (N, C, *spatial). In training the running statistics are updated in place, equally on every rank."""
-    _check_channels(function, x)
+    _check_channels(x)
     shape = (1, -1, *[1] * (x.ndim - 2))
     affine = _viewed((weight, bias), shape)
     if not training:
@@ -74,12 +70,12 @@ def _batch_norm(
 @rule("layer_norm", "rms_norm", first_only=True)
 def _last_norm(function, x, normalized_shape, *args, **kwargs) -> DomainTensor:
     is_whole = all(dim < x.ndim - len(normalized_shape) for dim in x.domain.axes)
-    refuse_unless(is_whole, function, x, "it normalises over a sharded dimension")
+    refuse_unless(is_whole, "it normalises over a sharded dimension")
     return DomainTensor(function(x.local, normalized_shape, *args, **kwargs), x.domain)
 
 
-def _check_channels(function: Callable, x: DomainTensor) -> None:
-    refuse_unless(1 not in x.domain.axes, function, x, "sharded channels")
+def _check_channels(x: DomainTensor) -> None:
+    refuse_unless(1 not in x.domain.axes, "sharded channels")
 
 
 def _viewed(parameters: tuple, shape: tuple[int, ...]) -> list[Tensor | None]:

@@ -76,7 +76,7 @@ def _linear(function, x, weight, bias=None) -> DomainTensor:
     weight: plain, or tensor parallel, cut by outputs (x whole) or by inputs (x has this rank's features).
     """
     if x.ndim - 1 in x.domain.axes:
-        refuse_unless(not isinstance(weight, DTensor), function, x, "sharded features")
+        refuse_unless(not isinstance(weight, DTensor), "sharded features")
         out = _matmul(torch.matmul, x, weight.T)
         return out if bias is None else out + bias
     if not isinstance(weight, DTensor):
@@ -118,9 +118,8 @@ def _distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
     """Compute the distances of a, (B, P, M), and b, (B, R, M). All dimensions except M may be sharded."""
     before = _batches(a, b)
     rows = [[*own, name, "inner"] for own, name in zip(before, ("row", "column"), strict=True)]
-    x = a if is_sharded(a) else b
     inner = any(is_sharded(t) and t.ndim - 1 in t.domain.axes for t in (a, b))
-    refuse_unless(not inner, function, x, "sharded coordinates")
+    refuse_unless(not inner, "sharded coordinates")
     result = [*max(before, key=len), "row", "column"]
     return contracted([a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs))
 
@@ -147,11 +146,8 @@ def _einsum(function, equation: str, *operands) -> DomainTensor:
         own.replace("...", _DOTS[len(_DOTS) - number :])
         for own, number in zip(letters, dots, strict=True)
     ]
-    x = next(filter(is_sharded, operands))
     refuse_unless(
         all(len({*own}) == len(own) for own in indices),
-        function,
-        x,
         "an index that a tensor has twice",
     )
     if not arrow:

@@ -117,7 +117,7 @@ def vector_norm(
     """
     p = named.pop("ord", p)
     order = 2.0 if p in (None, "fro") else p
-    refuse_unless(not isinstance(order, str) and order > 0, function, x, f"order {p!r}")
+    refuse_unless(not isinstance(order, str) and order > 0, f"order {p!r}")
     dims = _dims(x, dim)
     local = x.local if dtype is None else x.local.to(dtype)
     if order == torch.inf:

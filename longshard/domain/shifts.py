@@ -38,9 +38,7 @@ def _flip(function, x, *args, dims=()) -> DomainTensor:
 @rule("roll")
 def _roll(function, x, shifts, dims=None) -> DomainTensor:
     """Roll. The layouts stay. A dimension may be named twice."""
-    refuse_unless(
-        dims is not None, function, x, "a roll of the flattened tensor; name the dimensions"
-    )
+    refuse_unless(dims is not None, "a roll of the flattened tensor; name the dimensions")
     local = x.local
     both = (value if isinstance(value, Sequence) else (value,) for value in (shifts, dims))
     for shift, dim in zip(*both, strict=True):
@@ -64,8 +62,6 @@ def _pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
     """
     refuse_unless(
         mode in _PAD_MODES,
-        function,
-        x,
         f"mode {mode!r}; use one of {', '.join(map(repr, _PAD_MODES))}",
     )
     local = x.local

@@ -11,6 +11,7 @@ from longshard.domain.dispatch import (
     VIEW,
     AnyTensor,
     DomainTensor,
+    Unhandled,
     is_sharded,
     refuse_unless,
     refused,
@@ -63,15 +64,15 @@ def _reshape_rule(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_sharded(x):  # the other tensor is
         return x.reshape(tuple(args[0].shape))
     if isinstance(args[0] if args else None, torch.dtype):
-        raise refused(function.__name__, x, "a view as another data type")
+        raise Unhandled("a view as another data type")
     empty = whole.mapped(
         lambda x: torch.empty(x.shape, device="meta") if hasattr(x, "shape") else x,
         (x, args, kwargs),
     )
-    return _reshaped(function.__name__, x, function(empty[0], *empty[1], **empty[2]).shape)
+    return _reshaped(x, function(empty[0], *empty[1], **empty[2]).shape)
 
 
-def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
+def _reshaped(x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
     """Merge or split dimensions.
 
     If a sharded dimension is split, the first of its new dimensions whose rows the shards hold whole is sharded.
@@ -81,12 +82,12 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
     ends move to the next rows of the first new dimension.
     """
     if not x.numel():
-        raise refused(name, x, "it has no elements")
+        raise Unhandled("it has no elements")
     axes = {}
     for old, new in _groups(x.shape, sizes):
         sharded = [dim for dim in old if dim in x.domain.axes]
         if len(sharded) > 1:
-            return _reshaped(name, gather(x, sharded[1:]), sizes)
+            return _reshaped(gather(x, sharded[1:]), sizes)
         if not sharded:
             continue
         (dim,) = sharded
@@ -94,8 +95,8 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         after = math.prod(x.shape[dim + 1 : old[-1] + 1])
         axis = x.domain.axes[dim]
         if before > _MANY:
-            raise refused(
-                name, x, f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
+            raise Unhandled(
+                f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
             )
         shards = axis.layout.ranges
         shape = tuple(int(sizes[d]) for d in new)
@@ -104,8 +105,8 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         # `layout` covers all rows of the group, and its ends are where it can be cut
         if position is None:
             flat = [*x.shape[: old[0]], layout.length, *x.shape[old[-1] + 1 :]]
-            x = reshard(_reshaped(name, x, flat), {old[0]: layout})
-            return _reshaped(name, x, sizes)
+            x = reshard(_reshaped(x, flat), {old[0]: layout})
+            return _reshaped(x, sizes)
         axes[new[position]] = Axis(layout, axis.group)
     result = Domain(axes)
     return wrapped(x.local.reshape(result.local_shape(sizes)), result)
@@ -207,8 +208,6 @@ def _each_repeated(
 ) -> DomainTensor:
     refuse_unless(
         isinstance(repeats, int) and dim is not None,
-        function,
-        x,
         "repeats by a tensor, or of all elements",
     )
     dim %= x.ndim
@@ -305,15 +304,11 @@ def _assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
     """Change rows on their rank. A sharded value for a whole tensor is gathered."""
     if not is_sharded(x):
         if not isinstance(value, DomainTensor):
-            raise refused(
-                "__setitem__",
-                next(filter(is_sharded, whole.flat(index))),
-                "rows that are changed by number",
-            )
+            raise Unhandled("rows that are changed by number")
         unwrapped(x)[index] = gather(value).local
         return
     if x.base is not None:
-        raise refused("__setitem__", x, f"{VIEW}; change a `clone` of it")
+        raise Unhandled(f"{VIEW}; change a `clone` of it")
     if isinstance(index, AnyTensor) and index.dtype == torch.bool:
         assign_by_mask(x, index, value)
         return

@@ -87,19 +87,18 @@ def _numbers(name: str) -> list[str]:
     return [f"{name}{n}d" for n in (1, 2, 3)]
 
 
-def spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
+def spatial_dims(x: DomainTensor, number: int) -> range:
     """Return the last `number` dimensions of x.
 
     Args:
-        function: The function of torch.
         x: The tensor, any shape.
         number: Number of spatial dimensions.
 
     Raises:
-        DomainOperatorError: The dimension before them, the channels, is sharded.
+        Unhandled: The dimension before them, the channels, is sharded.
     """
     first = x.ndim - number
-    refuse_unless(first - 1 not in x.domain.axes, function, x, "sharded channels")
+    refuse_unless(first - 1 not in x.domain.axes, "sharded channels")
     return range(first, x.ndim)
 
 
@@ -129,7 +128,7 @@ def _windows(
 
     options: kernel size, stride, padding, and perhaps dilation and output padding, as in PyTorch's functions.
     """
-    dims = spatial_dims(function, x, int(function.__name__[-2]))
+    dims = spatial_dims(x, int(function.__name__[-2]))
     columns = (per_axis(x, dims) for x in (*options, *(1, 0)[len(options) - 3 :]))
     windows = {}
     for dim, kernel, step, pad, gap, extra in zip(dims, *columns, strict=True):
@@ -292,7 +291,7 @@ def _avg_pool(
 @rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
 def _adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
     """Pool. In a sharded dimension each output is a mean, or a maximum, over ranks, and whole on every rank."""
-    refuse_unless(not return_indices, function, x, "the indices of a pool")
+    refuse_unless(not return_indices, "the indices of a pool")
     dims = range(x.ndim - int(function.__name__[-2]), x.ndim)
     reduction = torch.mean if function.__name__[:12] == "adaptive_avg" else torch.amax
     sizes = per_axis(output_size, dims)
