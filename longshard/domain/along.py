@@ -148,7 +148,7 @@ def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[Doma
 
 
 @along("chunk", "split", "split_with_sizes", "tensor_split")
-def _pieces(function, x, sizes=None, dim=0, **named: Any) -> tuple[DomainTensor, ...]:
+def _pieces(function, x, sizes=None, dim=0, **named) -> tuple[DomainTensor, ...]:
     optional = [] if sizes is None else [sizes]
     parts = function(torch.empty(x.shape, device="meta"), *optional, dim=dim, **named)
     ends = accumulate((part.shape[dim] for part in parts), initial=0)
@@ -192,20 +192,18 @@ def _rows(x: DomainTensor, dim: int, rows: slice | int) -> DomainTensor:
 
 
 @along("sort", "argsort", "mode")
-def _by_move(function, x, dim=-1, *args: Any, **named: Any) -> Any:
-    return whole_along(
-        lambda part: function(part, dim % x.ndim, *args, **named), x, dim % x.ndim
-    )
+def _by_move(function, x, dim=-1, *args, **named) -> Any:
+    return whole_along(lambda part: function(part, dim, *args, **named), x, dim)
 
 
 @along("cumprod", "cummax", "cummin", "logcumsumexp", "median", "nanmedian")
-def _by_move_without_default(function, x, dim, *args: Any, **named: Any) -> Any:
+def _by_move_without_default(function, x, dim, *args, **named) -> Any:
     return _by_move(function, x, dim, *args, **named)
 
 
 @along("kthvalue")
 def _kthvalue(function, x, k, dim=-1, keepdim=False) -> Any:
-    return whole_along(lambda part: function(part, k, dim % x.ndim, keepdim), x, dim % x.ndim)
+    return whole_along(lambda part: function(part, k, dim, keepdim), x, dim)
 
 
 def whole_along(function: Callable[[Tensor], Any], x: DomainTensor, dim: int) -> Any:
@@ -217,8 +215,9 @@ def whole_along(function: Callable[[Tensor], Any], x: DomainTensor, dim: int) ->
     Args:
         function: Takes a tensor of any shape.
         x: The tensor, any shape.
-        dim: The dimension, counted from 0.
+        dim: The dimension.
     """
+    dim %= x.ndim
     axis = x.domain.axes.get(dim)
     if axis is None:
         return wrapped(_on_shard(function, x.local), x.domain)
@@ -287,8 +286,8 @@ def _fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
     steps[-1] = one, *steps[-1][1:]
     for name, along_dim, size in reversed(steps) if one == "rfft" else steps:
         size = None if size == -1 else size
-        transform = partial(getattr(torch.fft, name), n=size, dim=along_dim % x.ndim, norm=norm)
-        x = whole_along(transform, x, along_dim % x.ndim)
+        transform = partial(getattr(torch.fft, name), n=size, dim=along_dim, norm=norm)
+        x = whole_along(transform, x, along_dim)
     return x
 
 

@@ -79,14 +79,14 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 @rule("prelu", first_only=True)
-def _prelu(function: Callable, x: DomainTensor, weight: Tensor) -> DomainTensor:
+def _prelu(function, x, weight) -> DomainTensor:
     """Apply F.prelu. weight: one number, or one for each channel, dimension 1, which is whole."""
     refuse_unless(weight.numel() == 1 or 1 not in x.domain.axes, "sharded channels")
     return DomainTensor(function(x.local, weight), x.domain)
 
 
 @rule("view_as_real", "view_as_complex")
-def _complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
+def _complex_view(function, x) -> DomainTensor:
     is_real = function.__name__ == "view_as_real"
     is_whole = x.ndim - 1 not in x.domain.axes
     refuse_unless(is_real or is_whole, "sharded parts")
@@ -97,12 +97,12 @@ def _complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
 
 
 @rule("contiguous")
-def _contiguous(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+def _contiguous(function, x, *args, **kwargs) -> DomainTensor:
     return DomainTensor(x.local.contiguous(*args, **kwargs), x.domain)
 
 
 @rule("to", "type", "type_as", by_element=True)
-def _converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _converted(function, x, *args, **kwargs) -> Any:
     """Convert the shard; another tensor among the arguments gives only its type."""
     result = function(unwrapped(x), *unwrapped(args), **unwrapped(kwargs))
     return wrapped(result, x.domain) if isinstance(x, DomainTensor) else result

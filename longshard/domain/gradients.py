@@ -6,7 +6,7 @@ of their mesh or group; this module computes it over the other ranks.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,7 @@ _BUCKET = 2**24
 
 
 @rule("grad", by_element=True)
-def _gradient(
-    function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
-) -> tuple[Any, ...]:
+def _gradient(function, outputs, inputs, grad_outputs=None, **kwargs) -> tuple[Any, ...]:
     """Compute torch.autograd.grad: the gradients of one process, of sharded and whole inputs; differentiable.
 
     An output or input must be sharded. Every rank of the domain must use whole tensors in the same way.

@@ -24,7 +24,7 @@ poisson_nll_loss soft_margin_loss
 
 
 @rule(*_BY_ELEMENT.split())
-def _by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
+def _by_element(function, x, target, *args, **kwargs) -> DomainTensor:
     options, reduction, weight = _arguments(function, x, target, *args, **kwargs)
     each = elementwise(function, x, target, reduction="none", **options)
     each = each if weight is None else each * weight
@@ -55,7 +55,7 @@ def _gaussian_loss(
 
 
 @rule("cross_entropy", "nll_loss")
-def _class_loss(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
+def _class_loss(function, x, target, *args, **kwargs) -> DomainTensor:
     """Compute the loss of x, (N, C, ...), whose classes are whole.
 
     target: (N, ...), or probabilities (N, C, ...). weight: (C,), a plain tensor.

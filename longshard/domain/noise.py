@@ -6,7 +6,6 @@ again. For a plain tensor, torch draws other numbers.
 """
 
 import math
-from typing import Any
 
 import torch
 
@@ -50,9 +49,7 @@ def _dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
 
 
 @rule("rand_like", "randn_like", "randint_like", draws=True)
-def _random_like(
-    function, x, *bounds: int, dtype=None, generator=None, **named: Any
-) -> DomainTensor:
+def _random_like(function, x, *bounds, dtype=None, generator=None, **named) -> DomainTensor:
     """Return random numbers of the shape and domain of x.
 
     function: `rand_like`, `randn_like` or `randint_like`. bounds: high, or low and high, of `randint_like`, which may
@@ -81,7 +78,7 @@ def _bernoulli(function, x, p=None, *, generator=None) -> DomainTensor:
 
 @rule("normal_", "uniform_", draws=True)
 def _drawn_in_place(
-    function, x, first=0.0, second=1.0, *, generator=None, **named: float
+    function, x, first=0.0, second=1.0, *, generator=None, **named
 ) -> DomainTensor:
     """Fill x in place: with a mean and a deviation, or between the bounds `from` and `to`."""
     _check(generator)

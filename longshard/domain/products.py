@@ -114,7 +114,7 @@ def _matmul(function, a, b) -> DomainTensor:
 
 
 @rule("cdist")
-def _distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
+def _distances(function, a, b, *args, **kwargs) -> DomainTensor:
     """Compute the distances of a, (B, P, M), and b, (B, R, M). All dimensions except M may be sharded."""
     before = _batches(a, b)
     rows = [[*own, name, "inner"] for own, name in zip(before, ("row", "column"), strict=True)]
@@ -130,7 +130,7 @@ def _added_product(function, x, a, b, *, beta=1, alpha=1) -> DomainTensor:
 
 
 @rule("einsum")
-def _einsum(function, equation: str, *operands) -> DomainTensor:
+def _einsum(function, equation, *operands) -> DomainTensor:
     """Compute the sum. Any index may be sharded that an operand has only once."""
     operands = (
         operands[0]

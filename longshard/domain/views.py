@@ -1,7 +1,7 @@
 """Rules of functions that only arrange elements: shapes, order of dimensions, slices, concatenation."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ _PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "t")
-def _arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+def _arranged(function, x, *args, **kwargs) -> DomainTensor:
     """Bring the dimensions of the shard into another order, which the strides of an empty tensor show."""
     marks = _PRIMES[: x.ndim]
     order = function(
@@ -46,13 +46,13 @@ def _arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) ->
 
 
 @rule("unsqueeze")
-def _unsqueezed(function: Callable, x: DomainTensor, dim: int) -> DomainTensor:
+def _unsqueezed(function, x, dim) -> DomainTensor:
     """Insert a dimension of size 1."""
     return wrapped(x.local.unsqueeze(dim), x.domain.moved(1, first=dim % (x.ndim + 1)))
 
 
 @rule("unflatten")
-def _unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> Any:
+def _unflattened(function, x, dim, sizes) -> Any:
     """Split a dimension. torch does it in Python, which the compiler does not trace."""
     return _reshape_rule(
         torch.Tensor.view, x, (*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :])
@@ -60,7 +60,7 @@ def _unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[
 
 
 @rule("view", "reshape", "flatten", "squeeze", "view_as", "reshape_as")
-def _reshape_rule(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _reshape_rule(function, x, *args, **kwargs) -> Any:
     if not is_sharded(x):  # the other tensor is
         return x.reshape(tuple(args[0].shape))
     if isinstance(args[0] if args else None, torch.dtype):
@@ -167,7 +167,7 @@ def _refitted(
 
 
 @rule("expand", "expand_as")
-def _expanded(function: Callable, x: Any, *sizes: Any) -> Any:
+def _expanded(function, x, *sizes) -> Any:
     """Expand dimensions of size 1."""
     if function.__name__ == "expand_as":
         sizes = sizes[0].shape
@@ -190,7 +190,7 @@ def _expanded(function: Callable, x: Any, *sizes: Any) -> Any:
 
 
 @rule("repeat", "tile")
-def _repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
+def _repeated(function, x, *sizes) -> DomainTensor:
     sizes = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
     sizes = [1] * (x.ndim - len(sizes)) + sizes
     x = x.reshape(*[1] * (len(sizes) - x.ndim), *x.shape)
@@ -203,9 +203,7 @@ def _repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
 
 
 @rule("repeat_interleave", first_only=True)
-def _each_repeated(
-    function: Callable, x: DomainTensor, repeats: int, dim: int | None = None
-) -> DomainTensor:
+def _each_repeated(function, x, repeats, dim=None) -> DomainTensor:
     refuse_unless(
         isinstance(repeats, int) and dim is not None,
         "repeats by a tensor, or of all elements",
@@ -216,14 +214,14 @@ def _each_repeated(
 
 
 @rule("pixel_shuffle", first_only=True)
-def _pixel_shuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
+def _pixel_shuffle(function, x, factor) -> DomainTensor:
     *before, _, h, w = x.shape
     x = x.reshape(*before, -1, factor, factor, h, w).movedim((-4, -3), (-3, -1))
     return x.reshape(*before, -1, h * factor, w * factor)
 
 
 @rule("pixel_unshuffle", first_only=True)
-def _pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
+def _pixel_unshuffle(function, x, factor) -> DomainTensor:
     *before, _, h, w = x.shape
     x = x.reshape(*before, -1, h // factor, factor, w // factor, factor).movedim(
         (-3, -1), (-4, -3)
@@ -232,12 +230,12 @@ def _pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> Domain
 
 
 @rule("channel_shuffle", first_only=True)
-def _channel_shuffle(function: Callable, x: DomainTensor, groups: int) -> DomainTensor:
+def _channel_shuffle(function, x, groups) -> DomainTensor:
     return x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(x.shape)
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
-def _created(function: Callable, x: DomainTensor, *size: Any, **kwargs: Any) -> DomainTensor:
+def _created(function, x, *size, **kwargs) -> DomainTensor:
     """Create a tensor. It is sharded as x if it has the sizes of x there; otherwise it is whole on every rank."""
     made = function(torch.empty((), device="meta"), *size, **{**kwargs, "device": "meta"})
     same = made.ndim == x.ndim and all(made.shape[dim] == x.shape[dim] for dim in x.domain.axes)
@@ -247,7 +245,7 @@ def _created(function: Callable, x: DomainTensor, *size: Any, **kwargs: Any) -> 
 
 
 @rule("cat", "concat", "concatenate", "stack")
-def _concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> DomainTensor:
+def _concatenated(function, tensors, dim=0) -> DomainTensor:
     """Concatenate tensors; the other dimensions have the layout of the first tensor that is sharded there.
 
     Along a sharded dimension nothing is sent: a rank keeps its rows of each tensor, one after another. If a tensor is
@@ -281,7 +279,7 @@ def _concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> D
 
 
 @rule("__getitem__")
-def _sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
+def _sliced(function, x, index) -> DomainTensor:
     """Index by slices, numbers, None, an ellipsis and tensors of numbers.
 
     Rows of slices stay on their rank; of a single row every rank gets a copy.
@@ -300,7 +298,7 @@ def _sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
 
 
 @rule("__setitem__")
-def _assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
+def _assigned(function, x, index, value) -> None:
     """Change rows on their rank. A sharded value for a whole tensor is gathered."""
     if not is_sharded(x):
         if not isinstance(value, DomainTensor):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from longshard.context.planning.capabilities import Capabilities
 from longshard.context.planning.mask import Relation
@@ -228,10 +228,7 @@ def adds_up(stages: Iterable[Launches]) -> bool:
     return any(not run.fresh for launch in launches for run in launch.q_runs)
 
 
-T = TypeVar("T", bound=Tile)
-
-
-def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
+def batch_calls(tiles: Iterable[Tile]) -> list[tuple[Tile, ...]]:
     """Return the tiles grouped by launch, ordered by their queries, for a kernel that computes many tiles at once.
 
     A single query that sees all its keys is grouped with the CAUSAL tiles, where the documents around it are.

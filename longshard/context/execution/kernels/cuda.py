@@ -296,19 +296,17 @@ def _aligned(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def padded(x: Tensor, multiple: int) -> Tensor:
-    """Return x with zeros at the end of its last dimension. They add nothing to a score; their results are cut off.
+def _readable(x: Tensor) -> Tensor:
+    """Return x as kernels can read it, with zeros at the end of its last dimension up to a multiple of 8.
 
-    Args:
-        x: The tensor, any shape.
-        multiple: The last dimension becomes a multiple of this number.
+    Zeros add nothing to a score; their results are cut off.
     """
-    return F.pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
+    return _aligned(F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x)
 
 
 def _rows(x: Tensor) -> Tensor:
     """Return (B, H, S, D) as (B, S, H, D), with D padded to a multiple of 8."""
-    return _aligned(padded(x, 8)).transpose(1, 2)
+    return _readable(x).transpose(1, 2)
 
 
 def _heads(x: Tensor, size: int) -> Tensor:
@@ -356,7 +354,7 @@ def _lengths(
 
 def _gathered(x: Tensor, spans: tuple[Range, ...]) -> Tensor:
     """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and in each sequence span after span."""
-    return _aligned(padded(_gathered_rows(x, spans), 8))
+    return _readable(_gathered_rows(x, spans))
 
 
 def _gathered_rows(x: Tensor, spans: tuple[Range, ...]) -> Tensor:
