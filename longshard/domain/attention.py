@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshard.context.execution.build import Execution, build_execution
+from longshard.context.execution.build import build_execution
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
 from longshard.context.execution.kernels.choose import KernelNeeds
 from longshard.context.planning.mask import full
@@ -92,7 +92,7 @@ def _attended(
     keys = Domain(other_axes.axes | {rows: key_axis}) if is_ring else other_axes
     q_local = own_part(q, domain, q.shape)
     both = gather(both, [dim for dim in both.domain.axes if dim not in keys.axes])
-    local = own_part(both, keys, torch.Size([*q.shape[:-2], *both.shape[-2:]]))
+    local = own_part(both, keys, (*q.shape[:-2], *both.shape[-2:]))
     parts = local.split([k.shape[-1], v.shape[-1]], -1)
     if is_ring:
         axes = domain.axes[rows], key_axis
@@ -132,7 +132,7 @@ def _broadcast(
 def _rows_of_mask(mask: Any, q: DomainTensor) -> Tensor:
     """Return the rows of a mask that belong to this rank's queries."""
     before = q.ndim - mask.ndim
-    shape = torch.Size([*q.shape[:before], *mask.shape])
+    shape = *q.shape[:before], *mask.shape
     axes = {
         dim: axis
         for dim, axis in q.domain.axes.items()
@@ -201,14 +201,7 @@ class _Attention(torch.autograd.Function):
     """Context-parallel attention of (B, H, S, D). Forward and backward are collectives."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        run: Execution,
-        scale: float,
-    ) -> Tensor:
+    def forward(ctx, q, k, v, run, scale):
         out, lse = run.forward(q, k, v, terms=Terms(scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.run, ctx.scale = run, scale
@@ -216,7 +209,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout):
         dq, dk, dv, *_ = ctx.run.backward(
             BackwardInputs(dout, *ctx.saved_tensors), Terms(ctx.scale)
         )

@@ -109,7 +109,7 @@ def _converted(function, x, *args, **kwargs) -> Any:
 
 
 def common_domain(
-    operands: Sequence, shape: torch.Size, *, except_dim: int | None = None
+    operands: Sequence, shape: Sequence[int], *, except_dim: int | None = None
 ) -> Domain:
     """Return the domain of a result: each dimension has the layout of the first operand that is sharded there.
 

@@ -194,13 +194,13 @@ def _take_along(function, x, index, dim) -> DomainTensor:
     x, index = (wrapped(t) for t in (x, index))
     dim %= x.ndim
     x = gather(x, [dim])
-    shape = torch.Size(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
+    shape = tuple(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
     refuse_unless(
         shape == index.shape,
         "numbers of some rows only",
     )
     domain = common_domain([index, x], shape, except_dim=dim)
-    rows = own_part(x, domain.without(dim), torch.Size(x.shape))
+    rows = own_part(x, domain.without(dim), x.shape)
     return DomainTensor(torch.gather(rows, dim, own_part(index, domain, shape)), domain)
 
 

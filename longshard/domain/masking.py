@@ -74,7 +74,7 @@ def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
     own = own_part(mask, x.domain.without(*range(dims, x.ndim)), mask.shape)
     if isinstance(value, AnyTensor):
         domain = x.domain.reduced(range(dims), keepdim=False).moved(1)
-        shape = torch.Size([1, *x.shape[dims:]])
+        shape = 1, *x.shape[dims:]
         if value.ndim == len(shape) and value.shape[0] != 1:
             cut = [d for d in x.domain.axes if d < dims]
             if len(cut) > 1:
@@ -83,7 +83,7 @@ def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
                 )
             shown = by_mask(x.detach(), mask)
             domain = shown.domain
-            shape = torch.Size(shown.shape)
+            shape = shown.shape
             if value.shape[0] != shape[0]:
                 raise IndexError(f"a mask that shows {shape[0]} rows got {value.shape[0]} rows")
         value = own_part(value, domain, shape)

@@ -60,7 +60,7 @@ def contracted(
         domain = Domain(
             {dim: chosen[index] for dim, index in enumerate(own) if index in chosen}
         )
-        parts.append(own_part(x, domain, torch.Size([sizes[index] for index in own])))
+        parts.append(own_part(x, domain, tuple(sizes[index] for index in own)))
     out = compute(*parts)
     for axis in (axis for index, axis in chosen.items() if index not in result):
         out = added_up(out.to(wide_type(out.dtype)), axis.group).to(out.dtype)

@@ -267,7 +267,7 @@ def _concatenated(function, tensors, dim=0) -> DomainTensor:
         if here is None or here.group is not axis.group:
             on_first = sized([x.shape[dim], *[0] * (axis.degree - 1)])
             here = Axis(on_first, axis.group)
-        parts.append(own_part(x, Domain(domain.axes | {dim: here}), torch.Size(x.shape)))
+        parts.append(own_part(x, Domain(domain.axes | {dim: here}), x.shape))
         shifted = [
             [(start + length, stop + length) for start, stop in own]
             for own in here.layout.ranges

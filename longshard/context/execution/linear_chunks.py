@@ -104,18 +104,18 @@ class Chunks:
         self.lower = torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
         self.strict = self.lower.tril(-1)
         # masks of tokens: the same document through the chunk, from before the chunk, to the end of the chunk
-        self.goes_on = self.begins = self.ends = None
+        goes_on = begins = ends = None
         if x.document is not None:
             same = x.document.unsqueeze(-1) == x.document.unsqueeze(-2)
             self.lower = same & self.lower
             self.strict = same & self.strict
-            self.begins = (x.document == 0).unsqueeze(-1)
+            begins = (x.document == 0).unsqueeze(-1)
             last = x.document[..., -1:]
-            self.ends = (x.document == last).unsqueeze(-1)
-            self.goes_on = (last == 0).unsqueeze(-1)
-        self.grown = _masked(x.decay.exp(), self.begins)
-        self.to_end = _masked((x.decay[..., -1:, :] - x.decay).exp(), self.ends)
-        self.through = _masked(x.decay[..., -1:, :].exp(), self.goes_on).mT  # (..., 1 or K, 1)
+            ends = (x.document == last).unsqueeze(-1)
+            goes_on = (last == 0).unsqueeze(-1)
+        self.grown = _masked(x.decay.exp(), begins)
+        self.to_end = _masked((x.decay[..., -1:, :] - x.decay).exp(), ends)
+        self.through = _masked(x.decay[..., -1:, :].exp(), goes_on).mT  # (..., 1 or K, 1)
         self.q_in = x.q * self.grown
         self.k_in = x.k * self.grown
         self.k_out = x.k * self.to_end
