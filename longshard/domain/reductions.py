@@ -22,7 +22,7 @@ from longshard.sharding.tensors import to_device, wide_type, with_adjoint
 
 @rule("sum", "mean")
 def _total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
-    local = x.local if dtype is None else x.local.to(dtype)
+    local = x.local.to(dtype or x.dtype)
     dims = _dims(x, dim)
     # Floats are summed in float32 at least: in float16 a sum may overflow although the mean does not.
     result = local.sum(
@@ -119,7 +119,7 @@ def vector_norm(
     order = 2.0 if p in (None, "fro") else p
     refuse_unless(not isinstance(order, str) and order > 0, f"order {p!r}")
     dims = _dims(x, dim)
-    local = x.local if dtype is None else x.local.to(dtype)
+    local = x.local.to(dtype or x.dtype)
     if order == torch.inf:
         return extreme(torch.amax, DomainTensor(local.abs(), x.domain), dims, keepdim)
     norm = torch.linalg.vector_norm(
