@@ -116,10 +116,10 @@ def _place_of_extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
 
 @along("topk")
 def _topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
-    def choose(part: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        return part.topk(min(k, part.shape[dim]), dim, largest, sorted)
-
-    return torch.return_types.topk(_best(x, dim, k, choose))
+    best = _best(
+        x, dim, k, lambda part, dim: part.topk(min(k, part.shape[dim]), dim, largest, sorted)
+    )
+    return torch.return_types.topk(best)
 
 
 def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[DomainTensor]:

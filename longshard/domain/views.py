@@ -54,9 +54,7 @@ def _unsqueezed(function, x, dim) -> DomainTensor:
 @rule("unflatten")
 def _unflattened(function, x, dim, sizes) -> Any:
     """Split a dimension. torch does it in Python, which the compiler does not trace."""
-    return _reshape_rule(
-        torch.Tensor.view, x, (*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :])
-    )
+    return x.view(*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :])
 
 
 @rule("view", "reshape", "flatten", "squeeze", "view_as", "reshape_as")
@@ -142,7 +140,7 @@ def _refitted(
     elements of each of its rows.
     """
     own = AxisLayout("rows", length, ranges).repeated(before)
-    rows = [[(a * after, b * after) for a, b in shard] for shard in own.ranges]
+    rows = [union((a * after, b * after) for a, b in shard) for shard in own.ranges]
     first = None
     for place, n in enumerate(sizes):
         blocks = math.prod(sizes[:place])
@@ -150,7 +148,7 @@ def _refitted(
         if n == 1 and max(sizes) > 1:
             continue
         first = unit if first is None else first
-        inside = [intersection(union(shard), ((0, n * unit),)) for shard in rows]
+        inside = [intersection(shard, ((0, n * unit),)) for shard in rows]
         if any(end % unit for shard in inside for part in shard for end in part):
             continue
         fitting = AxisLayout(
@@ -158,11 +156,11 @@ def _refitted(
         )
         repeated = fitting.repeated(blocks).ranges
         if all(
-            union(r) == union((a * unit, b * unit) for a, b in s)
+            r == union((a * unit, b * unit) for a, b in s)
             for r, s in zip(rows, repeated, strict=True)
         ):
             return place, n, fitting.ranges
-    flat = AxisLayout("rows", length * before * after, tuple(map(union, rows))).rounded(first)
+    flat = AxisLayout("rows", length * before * after, tuple(rows)).rounded(first)
     return None, flat.length, flat.ranges
 
 
@@ -210,7 +208,7 @@ def _each_repeated(function, x, repeats, dim=None) -> DomainTensor:
     )
     dim %= x.ndim
     wide = x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
-    return wide.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return wide.flatten(dim, dim + 1)
 
 
 @rule("pixel_shuffle", first_only=True)
