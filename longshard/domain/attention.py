@@ -46,26 +46,24 @@ def _attention(
     attn_mask: in any form that torch takes. With dropout, the weights are computed explicitly.
     """
     inputs = query, key, value, attn_mask
+    options = _Options(is_causal, scale, enable_gqa)
     if not dropout_p and not any(map(is_sharded, inputs)):
-        options = _Options(is_causal, scale, enable_gqa)._asdict()
-        return wrapped(function(*unwrapped(inputs), **options))
+        return wrapped(function(*unwrapped(inputs), **options._asdict()))
     q, k, v = (gather(wrapped(t), [t.ndim - 1]) for t in inputs[:3])
     is_repeated = dropout_p or q.ndim - 3 in q.domain.axes
     if enable_gqa and (is_repeated or k.shape[-3] != v.shape[-3]):
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-        enable_gqa = False
-    q, k, v = _broadcast(q, k, v, shares=enable_gqa)
+        options = options._replace(enable_gqa=False)
+    q, k, v = _broadcast(q, k, v, shares=options.enable_gqa)
     if dropout_p:  # drawn by the place in the whole tensor, also for tensors that are whole
-        weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale)
-        return F.dropout(weights, dropout_p) @ v
-    options = _Options(is_causal, scale, enable_gqa)
+        return F.dropout(_weights(q, k, attn_mask, options), dropout_p) @ v
     return _attended(function, q, k, v, attn_mask, options)
 
 
 class _Options(NamedTuple):
     is_causal: bool
-    scale: float | None
-    enable_gqa: bool
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 def _attended(
@@ -98,7 +96,7 @@ def _attended(
         axes = domain.axes[rows], key_axis
         out = DomainTensor(_over_ranks(q_local, *parts, axes=axes, options=options), domain)
         return gather(out, [rows]) if is_whole else out
-    mask = _seen(attn_mask, q, k, is_causal=options.is_causal)
+    mask = _seen(attn_mask, q, k, options)
     mask = None if mask is None else _rows_of_mask(mask, q)
     if q_local.numel():
         score_options = options._replace(is_causal=False)._asdict()
@@ -121,12 +119,8 @@ def _broadcast(
     q, k, v = (t[(None,) * (rows + 2 - t.ndim)] if t.ndim < rows + 2 else t for t in (q, k, v))
     batch = rows - shares  # heads that share keys are not broadcast
     kv_sizes = torch.broadcast_shapes(k.shape[:batch], v.shape[:batch])
-    k, v = (
-        t if t.shape[:batch] == kv_sizes else t.expand(*kv_sizes, *t.shape[batch:])
-        for t in (k, v)
-    )
-    before = [*torch.broadcast_shapes(q.shape[:batch], kv_sizes), *q.shape[batch:-2]]
-    return q if [*q.shape[:-2]] == before else q.expand(*before, *q.shape[-2:]), k, v
+    k, v = (t.expand(*kv_sizes, *t.shape[batch:]) for t in (k, v))
+    return q.expand(*torch.broadcast_shapes(q.shape[:batch], kv_sizes), *q.shape[batch:]), k, v
 
 
 def _rows_of_mask(mask: Any, q: DomainTensor) -> Tensor:
@@ -141,24 +135,18 @@ def _rows_of_mask(mask: Any, q: DomainTensor) -> Tensor:
     return own_part(mask, Domain(axes), shape)
 
 
-def _seen(mask: Any, q: DomainTensor, k: DomainTensor, *, is_causal: bool) -> Any:
+def _seen(mask: Any, q: DomainTensor, k: DomainTensor, options: _Options) -> Any:
     """Return the mask; if there is none and attention is causal, a causal mask."""
-    if mask is not None or not is_causal:
+    if mask is not None or not options.is_causal:
         return mask
     return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
 
 
-def _weights(
-    q: DomainTensor,
-    k: DomainTensor,
-    mask: Any,
-    *,
-    is_causal: bool,
-    scale: float | None,
-) -> DomainTensor:
+def _weights(q: DomainTensor, k: DomainTensor, mask: Any, options: _Options) -> DomainTensor:
     """Return the softmax of the masked products of queries and keys: (B, H, S, S of keys)."""
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
-    if (mask := _seen(mask, q, k, is_causal=is_causal)) is not None:
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = (q * scale) @ k.mT
+    if (mask := _seen(mask, q, k, options)) is not None:
         scores = (
             scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         )
@@ -247,7 +235,7 @@ def _multi_head_attention(
     mask = _both_masks(options, q, (options.bias_k is not None) + options.add_zero_attn)
     is_causal = options.is_causal and mask is None
     if options.need_weights:
-        seen = F.dropout(_weights(q, k, mask, is_causal=is_causal, scale=None), share)
+        seen = F.dropout(_weights(q, k, mask, _Options(is_causal)), share)
         out = seen @ v
         seen = seen.mean(-3) if options.average_attn_weights else seen
     else:
@@ -263,7 +251,7 @@ def _with_extras(t: DomainTensor, static: Any, bias: Any, *, zero: bool) -> Doma
     t = t if static is None else wrapped(static).view(*t.shape[:-2], *static.shape[-2:])
     shape = *t.shape[:-2], 1, t.shape[-1]
     extras = [] if bias is None else [bias.view(t.shape[-3], 1, -1).expand(shape)]
-    extras += [torch.zeros(shape, dtype=t.dtype, device=t.device)] * zero
+    extras += [t.new_zeros(shape)] * zero
     return torch.cat([t, *extras], -2) if extras else t
 
 

@@ -56,7 +56,7 @@ def _gradient(function, outputs, inputs, grad_outputs=None, **kwargs) -> tuple[A
             raise RuntimeError(
                 f"an output of shape {tuple(y.shape)} is not a single number; give `grad_outputs` for it"
             )
-        seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None else seed
+        seed = y.local.new_ones(()) if seed is None else seed
         own = own_part(seed, y.domain, y.shape)
         # the share of each rank in an output that all ranks compute
         copies = math.prod(group.size() for group in lacking(y))

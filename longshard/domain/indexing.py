@@ -244,7 +244,7 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
         y = y.movedim(dims, [*range(len(dims))])
         dims = [0]
     dim = dims[0]
-    places_of = torch.zeros((), dtype=torch.int64, device=x.device)
+    places_of = x.local.new_zeros((), dtype=torch.int64)
     for size, numbers in zip(
         y.shape[dim:], tensors, strict=False
     ):  # numbers in the flattened dimensions

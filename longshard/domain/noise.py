@@ -126,7 +126,7 @@ def uniform(x: DomainTensor, shape: tuple[int, ...], dtype: torch.dtype) -> Doma
     layouts = (layout_of(axes.get(dim), size) for dim, size in enumerate(shape))
     rows = [rows_on(layout, rank, x.device) for layout, rank in layouts]
     # the place of each row: the index over all dimensions before the last one
-    before = torch.zeros(1, dtype=torch.int64, device=x.device)
+    before = x.local.new_zeros(1, dtype=torch.int64)
     for size, own in zip(shape[:-1], rows[:-1], strict=True):
         before = (before.unsqueeze(-1) * size + own).reshape(-1)
     last, size = (rows[-1], shape[-1]) if shape else (before, 1)

@@ -101,7 +101,7 @@ class Chunks:
         self.fragments = fragments
         self.run = run
         self.x = x
-        self.lower = torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
+        self.lower = x.q.new_ones(size, size, dtype=torch.bool).tril()
         self.strict = self.lower.tril(-1)
         # masks of tokens: the same document through the chunk, from before the chunk, to the end of the chunk
         goes_on = begins = ends = None
@@ -127,7 +127,7 @@ class Chunks:
         if x.beta is not None:
             self.among = among[0].masked_fill(~self.strict, 0)
             # Compute the whole inverse, which the backward uses too: a solution for each column would cost more.
-            one = torch.eye(size, dtype=x.q.dtype, device=x.q.device).expand_as(self.among)
+            one = x.q.new_ones(size).diag().expand_as(self.among)
             self.solve = torch.linalg.solve_triangular(
                 x.beta * self.among, one, upper=False, unitriangular=True
             )
@@ -143,7 +143,7 @@ class Chunks:
         maps = []
         k = x.k.shape[-1]
         v = x.v.shape[-1]
-        identity = x.k.new_ones(k, 1) if x.beta is None else torch.eye(k).to(x.k)
+        identity = x.k.new_ones(k, 1) if x.beta is None else x.k.new_ones(k).diag()
         for first, end in self.fragments:
             runs = self._runs(first, end)
             state = x.k.new_zeros(*x.k.shape[:2], runs, k, v + identity.shape[1])

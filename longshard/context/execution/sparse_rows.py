@@ -53,7 +53,7 @@ def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: 
     batch, rows, heads = index.weights.shape
     device = keys.device
     dtype = wide_type(keys.dtype)
-    chosen = torch.full((batch, rows, per_query), -1, dtype=torch.int32, device=device)
+    chosen = keys.new_full((batch, rows, per_query), -1, dtype=torch.int32)
     whole = -(-length // 16) * 16
     width = min(whole, KEYS)
     step = min(whole, max(TILE_BYTES // (heads * width * dtype.itemsize), 16))
@@ -66,7 +66,7 @@ def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: 
         number = limits.shape[1]
         best = queries.new_empty(batch, number, 0, dtype=dtype)
         best_places = best.long()
-        broken = torch.zeros(batch, number, 1, dtype=torch.bool, device=device)
+        broken = keys.new_zeros(batch, number, 1, dtype=torch.bool)
         first = int(limits[..., 0].min()) // width * width
         last = int(limits[..., 1].max())
         for tile in range(first, last, width):
