@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from longshard.context.live import resolve

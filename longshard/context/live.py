@@ -17,8 +17,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from longshard.context.attention_inputs import AttentionInputs, AttentionSettings
 from longshard.context.execution.build import Execution, build_execution
@@ -91,18 +90,13 @@ class LivePlan:
         scores = self.hooks.scores
         if scores is None:
             return
-        if scores.padding is not None:
-            padded = self._padded_rows(tuple(sequences), lse.device)
-            lse = lse.masked_fill(padded[:, None], -torch.inf)
+        if (padding := scores.padding) is not None:
+            key = tuple(sequences)
+            if key not in self._padded:  # (B, S), computed once for all layers
+                rows = rows_on(self.layout, self.rank, padding.device)
+                self._padded[key] = padding[list(sequences)][:, rows].to(lse.device)
+            lse = lse.masked_fill(self._padded[key][:, None], -torch.inf)
         scores.take(layer, lse)
-
-    def _padded_rows(self, sequences: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return which of this rank's rows are padding, (B, S) bool; computed once for all layers."""
-        if sequences not in self._padded:
-            padding = self.hooks.scores.padding
-            rows = rows_on(self.layout, self.rank, padding.device)
-            self._padded[sequences] = padding[list(sequences)][:, rows].to(device)
-        return self._padded[sequences]
 
     def execution(
         self,

@@ -14,9 +14,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from longshard.context.execution.chunks import ChunkRows, KeptTensor
 from longshard.context.hooks import NO_HOOKS, AttentionHooks
@@ -47,7 +46,7 @@ class Region:
 
     attention_plan: Tensor
     layout: AxisLayout
-    group: dist.ProcessGroup
+    group: ProcessGroup
     live: LivePlan
 
     def shard(self, x: Tensor, dim: int, *, grad: str = "partial") -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -40,13 +40,13 @@ def _gradient(function, outputs, inputs, grad_outputs=None, **kwargs) -> tuple[A
         else [grad_outputs] * len(outputs)
     )
 
-    def groups_of(tensors: Sequence) -> dict[int, dist.ProcessGroup]:
+    def groups_of(tensors: Sequence) -> dict[int, ProcessGroup]:
         axes = [axis for x in wrapped(tensors) for axis in x.domain.axes.values()]
         return {id(axis.group): axis.group for axis in axes}
 
     groups = groups_of([*outputs, *inputs])
 
-    def lacking(x: Any) -> list[dist.ProcessGroup]:
+    def lacking(x: Any) -> list[ProcessGroup]:
         own = groups_of([x])
         return [group for number, group in groups.items() if number not in own]
 
@@ -130,7 +130,7 @@ def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
     return averaged
 
 
-def _average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def _average(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
     """Average gradients over a group, in float32 at least. If a rank has no gradient and others have, it has zeros."""
     device = local_part(parameters[0]).device
     has = torch.tensor(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.exchange import all_reduce

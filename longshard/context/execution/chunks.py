@@ -146,7 +146,7 @@ class ChunkExecution(StagedExecution):
         if following is None:
             return held, Pending()
         stage = following.stage
-        owner = following.stage.messages[0].source
+        owner = stage.messages[0].source
         offsets, waiting = self.waiting.rows[self.layer, owner]
         for chunk in (owner, self.plan.rank) if stage.home else ():
             if (sums := self.waiting.gradients.get((self.layer, chunk))) is not None:

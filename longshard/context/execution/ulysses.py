@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from longshard.context.execution.kernels.base import (
     BackwardInputs,
@@ -101,7 +101,7 @@ class HeadExchange:
     """
 
     plan: RankPlan
-    group: dist.ProcessGroup
+    group: ProcessGroup
     inner: StagedExecution
     heads_per_pass: int = 0
     query_heads_per_pass: int = 0
