@@ -206,8 +206,8 @@ class _Call:
             live, self.sequences = resolve(plan)
             if rows != (expected := live.layout.local_length(live.rank)):
                 raise ContextParallelError(
-                    f"sparse attention got {rows} rows of the sequence and its plan has {expected} for this rank; cut "
-                    "the inputs by naming them in `context_parallel(buffers=...)`"
+                    f"sparse attention got {rows} rows of the sequence and its plan has {expected} for "
+                    "this rank; cut the inputs by naming them in `context_parallel(buffers=...)`"
                 )
             live.calls += 1
             self.live = live

@@ -57,7 +57,7 @@ class DomainOperatorError(TypeError):
 
 
 class Unhandled(DomainOperatorError):
-    """Why a rule does not handle a call. `handled` says which call it was."""
+    """Why a rule does not handle a call; `call` says which call it was."""
 
 
 def rule(
@@ -310,33 +310,15 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     seen = None
     if not (is_simple or is_parallel):
         seen = whole.results(function, args, kwargs, (Tensor, DomainTensor))
-    result = handled(registered.function, x, function, *args, **kwargs)
+    try:
+        result = registered.function(function, *args, **kwargs)
+    except Unhandled as why:
+        raise refused(name, x, str(why)) from None
     if seen is not None:
         # The order of memory is not kept.
         has_format = any(isinstance(leaf, torch.memory_format) for leaf in leaves)
         _check_and_mark(name, result, seen, tensors, has_format or name == "contiguous")
     return result
-
-
-def handled(
-    function_rule: Rule, shown: DomainTensor, function: Callable, *args: Any, **kwargs: Any
-) -> Any:
-    """Return the result of a rule.
-
-    Args:
-        function_rule: The rule.
-        shown: A sharded tensor among the arguments, any shape.
-        function: The function of torch.
-        *args: Its positional arguments.
-        **kwargs: Its keyword arguments.
-
-    Raises:
-        DomainOperatorError: The rule does not handle the call.
-    """
-    try:
-        return function_rule(function, *args, **kwargs)
-    except Unhandled as why:
-        raise refused(function.__name__, shown, str(why)) from None
 
 
 VIEW = "it may be a copy where torch has a view of another tensor"

@@ -25,7 +25,13 @@ from torch.func import functional_call
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longshard.domain.dispatch import DomainOperatorError, handled, is_sharded, map_tensors
+from longshard.domain.dispatch import (
+    DomainOperatorError,
+    Unhandled,
+    is_sharded,
+    map_tensors,
+    refused,
+)
 from longshard.domain.neighborhood import neighborhood_attention
 from longshard.domain.tensor import DomainTensor
 from longshard.domain.whole import flat
@@ -41,8 +47,10 @@ class _CircularConv:
             return super().forward(x)
         function = getattr(F, f"conv{self.weight.ndim - 2}d")
         options = (self.stride, self.padding, self.dilation, self.groups)
-        periodic = partial(conv, periodic=True)
-        return handled(periodic, x, function, x, self.weight, self.bias, *options)
+        try:
+            return conv(function, x, self.weight, self.bias, *options, periodic=True)
+        except Unhandled as why:
+            raise refused(function.__name__, x, str(why)) from None
 
 
 _CIRCULAR = {

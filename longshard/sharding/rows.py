@@ -240,8 +240,8 @@ def exchange(x: Tensor, axis: Axis, wanted: Sequence[Sequence[Range]], dim: int)
     wanted = tuple(map(tuple, wanted))
     if x.shape[dim] != axis.rows or len(wanted) != axis.degree:
         raise ValueError(
-            f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {axis.degree} ranks; the layout has "
-            f"{axis.rows} rows for this rank and {axis.degree} ranks"
+            f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {axis.degree} ranks; "
+            f"the layout has {axis.rows} rows for this rank"
         )
     if any(start > stop for ranges in wanted for start, stop in ranges):
         raise ValueError(
