@@ -25,8 +25,8 @@ HYBRID = (
     Mutant(
         "a state in turn skips the last block",
         f"{_CP}/linear_scan.py",
-        "range(len(order) + len(blocks) - 2)",
-        "range(len(order) + len(blocks) - 3)",
+        "range(last + len(blocks) - 1)",
+        "range(last + len(blocks) - 2)",
         f"{_RANDOM}[in_turn-4-0]",
     ),
     Mutant(

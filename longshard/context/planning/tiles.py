@@ -58,7 +58,7 @@ class _Rows:
         for end in (0, 1):
             slope = other.first[end] - self.last[end]
             if slope not in (0, 1) or any(
-                rows.count > 1 and rows.last[end] - rows.first[end] != slope * (rows.count - 1)
+                rows.last[end] - rows.first[end] != slope * (rows.count - 1)
                 for rows in (self, other)
             ):
                 return None

@@ -114,7 +114,7 @@ class Efficient(_Aten):
         m = k.shape[2]
         out, lse, *_ = self._ops._efficient_attention_forward(
             *map(_rows, (q, repeated(k, q.shape[1]), repeated(v, q.shape[1]))), self._bias(q, m, relation),
-            None, None, n, m, 0.0, self._mask_type(relation), True, scale=scale,
+            None, None, n, m, 0.0, _CAUSAL_FROM_BOTTOM_RIGHT * (relation is Relation.CAUSAL), True, scale=scale,
         )  # fmt: skip
         return _heads(out, size), lse[..., :n]
 
@@ -129,13 +129,9 @@ class Efficient(_Aten):
         lse = F.pad(lse, (0, -n % _LSE_MULTIPLE), value=torch.inf).contiguous()
         dq, *dkv, _ = self._ops._efficient_attention_backward(
             dout, *map(_rows, (q, k_, v_)), self._bias(q, m, relation), out, None, None, n, m, lse, 0.0,
-            *_random_state(torch.int64, q.device), self._mask_type(relation), False, scale=scale,
+            *_random_state(torch.int64, q.device), _CAUSAL_FROM_BOTTOM_RIGHT * (relation is Relation.CAUSAL), False, scale=scale,
         )  # fmt: skip
         return _heads(dq, size), *(summed(_heads(x, size), k.shape[1]) for x in dkv)
-
-    @staticmethod
-    def _mask_type(relation: Relation) -> int:
-        return _CAUSAL_FROM_BOTTOM_RIGHT if relation is Relation.CAUSAL else 0
 
     @staticmethod
     def _bias(q: Tensor, m: int, relation: Relation) -> Tensor | None:
@@ -149,25 +145,18 @@ class Efficient(_Aten):
         )
 
 
-class Cudnn(_Aten):
+class Cudnn(CudaFlash):
     """cuDNN's attention, with grouped heads, fastest on Hopper and later.
 
-    It builds a plan for each new shape, and refuses single rows.
-
-    Args:
-        ops: The operators.
+    It builds a plan for each new shape, and refuses single rows, which FlashAttention-2 computes.
     """
 
     name = "cudnn"
 
-    def __init__(self, ops: Any = torch.ops.aten) -> None:
-        super().__init__(ops)
-        self._single = CudaFlash(ops)
-
     @override
     def forward(self, q, k, v, *, relation, scale):
         if 1 in (q.shape[2], k.shape[2]):
-            return self._single.forward(q, k, v, relation=relation, scale=scale)
+            return super().forward(q, k, v, relation=relation, scale=scale)
         _check_square(relation, q.shape[2], k.shape[2])
         out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
             *map(_aligned, (q, k, v)),
@@ -184,7 +173,7 @@ class Cudnn(_Aten):
     def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
         dout, q, k, v, out, lse = inputs
         if 1 in (q.shape[2], k.shape[2]):
-            return self._single.backward(inputs, relation=relation, scale=scale)
+            return super().backward(inputs, relation=relation, scale=scale)
         n = q.shape[2]
         m = k.shape[2]
         _check_square(relation, n, m)
