@@ -414,8 +414,8 @@ DOMAIN = (
     Mutant(
         "a dimension that fits in its first block is taken for one that fits in all",
         f"{_DOMAIN}/views.py",
-        "if all(union(r) == union(",
-        "if place >= 0 or all(union(r) == union(",
+        "if all(r == union(",
+        "if place >= 0 or all(r == union(",
         _ALONG,
     ),
     Mutant(

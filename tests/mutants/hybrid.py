@@ -95,7 +95,7 @@ HYBRID = (
     Mutant(
         "a state goes on into the next document",
         f"{_CP}/execution/linear_chunks.py",
-        "self.grown = _masked(x.decay.exp(), self.begins)",
+        "self.grown = _masked(x.decay.exp(), begins)",
         "self.grown = x.decay.exp()",
         f"{_LINEAR}::test_chunks_are_the_recurrence",
     ),
@@ -116,7 +116,7 @@ HYBRID = (
     Mutant(
         "kernels take the transition of a state of zeros",
         f"{_CP}/execution/linear_kernels.py",
-        "state[..., v_dim:] = torch.eye(k_dim, dtype=state.dtype, device=state.device)",
+        "state[..., v_dim:] = state.new_ones(k_dim).diag()",
         "pass",
         _INTERPRETED,
     ),

@@ -129,7 +129,8 @@ class Efficient(_Aten):
         lse = F.pad(lse, (0, -n % _LSE_MULTIPLE), value=torch.inf).contiguous()
         dq, *dkv, _ = self._ops._efficient_attention_backward(
             dout, *map(_rows, (q, k_, v_)), self._bias(q, m, relation), out, None, None, n, m, lse, 0.0,
-            *_random_state(torch.int64, q.device), _CAUSAL_FROM_BOTTOM_RIGHT * (relation is Relation.CAUSAL), False, scale=scale,
+            *_random_state(torch.int64, q.device), _CAUSAL_FROM_BOTTOM_RIGHT * (relation is Relation.CAUSAL), False,
+            scale=scale,
         )  # fmt: skip
         return _heads(dq, size), *(summed(_heads(x, size), k.shape[1]) for x in dkv)
 
