@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 
 # Parameters of layers that scan the sequence: state-space models, gated delta nets, RWKV, RG-LRU.
-SCAN_PARAMETERS = frozenset(
-    {
-        "A_log",
-        "dt_bias",
-        "time_decay",
-        "time_first",
-        "time_mix_key",
-        "recurrent_param",
-        "recurrent_gate_weight",
-    }
-)
+SCAN_PARAMETERS = {
+    "A_log",
+    "dt_bias",
+    "time_decay",
+    "time_first",
+    "time_mix_key",
+    "recurrent_param",
+    "recurrent_gate_weight",
+}
 # Keys under which a configuration lists the kinds of its layers. Then kinds that are attention, or mix no tokens.
 _KINDS = (
     "layer_types",
@@ -32,22 +30,20 @@ _KINDS = (
     "hybrid_override_pattern",
     "mixer_types",
 )
-_ATTENTION_KINDS = frozenset(
-    {
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-        "attention",
-        "full",
-        "sliding",
-        "global",
-        "local",
-    }
-)
-TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
+_ATTENTION_KINDS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "full",
+    "sliding",
+    "global",
+    "local",
+}
+TOKENWISE_KINDS = {"moe", "mlp", "dense", "sparse"}
 # Kinds that are right if their layers are bound. A layer that is not bound is detected by its parameters or its call.
-_BOUND_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "hybrid"})
-_WITHOUT_WINDOW = frozenset({"full_attention", "attention", "full", "global"}) | TOKENWISE_KINDS
+_BOUND_KINDS = {"linear_attention", "mamba", "mamba2", "conv", "hybrid"}
+_WITHOUT_WINDOW = {"full_attention", "attention", "full", "global"} | TOKENWISE_KINDS
 _WINDOWS = (
     "sliding_window",
     "sliding_window_size",

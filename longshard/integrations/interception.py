@@ -40,9 +40,7 @@ from longshard.sharding.exchange import all_gather
 
 # These functions mix rows along a dimension, which may be the dimension of tokens.
 _NAMES = ("roll", "cumsum", "flip", "mean")
-_SHIFTS = frozenset(
-    {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, Tensor) for name in _NAMES)}
-)
+_SHIFTS = {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, Tensor) for name in _NAMES)}
 
 
 def intercept_sdpa(
