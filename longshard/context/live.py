@@ -70,9 +70,7 @@ class LivePlan:
     calls: int = 0
     other_calls: int = 0
     latest: Execution | None = None
-    _executions: dict[tuple, Execution] = field(default_factory=dict)
-    _padded: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    _visible: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _made: dict = field(default_factory=dict)  # executions, rows of padding and visible keys
 
     @property
     def rank(self) -> int:
@@ -91,11 +89,11 @@ class LivePlan:
         if scores is None:
             return
         if (padding := scores.padding) is not None:
-            key = tuple(sequences)
-            if key not in self._padded:  # (B, S), computed once for all layers
+            key = "padded", *sequences
+            if key not in self._made:  # (B, S), computed once for all layers
                 rows = rows_on(self.layout, self.rank, padding.device)
-                self._padded[key] = padding[list(sequences)][:, rows].to(lse.device)
-            lse = lse.masked_fill(self._padded[key][:, None], -torch.inf)
+                self._made[key] = padding[list(sequences)][:, rows].to(lse.device)
+            lse = lse.masked_fill(self._made[key][:, None], -torch.inf)
         scores.take(layer, lse)
 
     def execution(
@@ -123,10 +121,10 @@ class LivePlan:
         masked = tuple(sequences) if several else ()
         kinds = (x if x is None else (x.shape, x.dtype, x.device.type) for x in inputs)
         key = (*kinds, masked, settings.is_causal, settings.window, settings.softcap)
-        if key not in self._executions:
+        if key not in self._made:
             self._check(inputs, masked)
-            self._executions[key] = self._built(inputs.q, settings, masked)
-        self.latest = self._executions[key]
+            self._made[key] = self._built(inputs.q, settings, masked)
+        self.latest = self._made[key]
         if self.chunk is None:
             return self.latest
         if layer < 0:
@@ -200,12 +198,13 @@ class LivePlan:
             keys. The result is cached, so do not write to it.
         """
         several = self.mask is not None and self.mask.sequences > 1
-        key = tuple(sequences) if several else ()
-        if key not in self._visible:
-            intervals = self._mask(key, True, 0).intervals()
+        masked = tuple(sequences) if several else ()
+        key = "visible", *masked
+        if key not in self._made:
+            intervals = self._mask(masked, True, 0).intervals()
             own = intervals[:, self.layout.indices(self.rank)]
-            self._visible[key] = torch.from_numpy(own)
-        return self._visible[key]
+            self._made[key] = torch.from_numpy(own)
+        return self._made[key]
 
     def _mask(self, sequences: tuple[int, ...], is_causal: bool, window: int) -> Mask:
         lengths = self.layout.length, (self.kv_layout or self.layout).length
