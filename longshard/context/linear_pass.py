@@ -62,8 +62,9 @@ class Place:
         Raises:
             ContextParallelError: The plan is for a sequence in chunks, or did not cut the inputs.
         """
+        tokens = q.shape[1]
         if plan is None:
-            return cls((q.shape[1],) if q.shape[1] else (), _size(q.shape[1]), q.device.type)
+            return cls((tokens,) if tokens else (), _size(tokens), q.device.type)
         live, _ = resolve(plan)
         live.calls += 1
         if live.chunk is not None:
@@ -71,9 +72,9 @@ class Place:
                 "linear attention got a sequence in chunks, but its states do not wait between chunks; give it whole"
             )
         rank = live.rank
-        if q.shape[1] != (rows := live.layout.local_length(rank)):
+        if tokens != (rows := live.layout.local_length(rank)):
             raise ContextParallelError(
-                f"linear attention got {q.shape[1]} rows of the sequence and its plan has {rows} for this rank; cut "
+                f"linear attention got {tokens} rows of the sequence and its plan has {rows} for this rank; cut "
                 "the inputs by naming them in `context_parallel(buffers=...)`"
             )
         layout = live.layout

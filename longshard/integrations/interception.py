@@ -151,16 +151,18 @@ class Interception(TorchFunctionMode):
     @outside_of_graphs
     def _attend(self, call: Call) -> Tensor:
         self._agree(call.refusal or self._watch.on_attention(call))
-        scale = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
+        width = call.q.shape[-1]
+        values = call.v.shape[-1]
+        scale = width**-0.5 if call.scale is None else float(call.scale)
         # The operator takes one size of heads: zeros change neither scores nor the other elements of an output.
-        size = max(call.q.shape[-1], call.v.shape[-1])
+        size = max(width, values)
         q, k, v = (
             x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
             for x in (call.q, call.k, call.v)
         )
         settings = AttentionSettings(scale, call.is_causal, call.window)
         out, _ = context_parallel_attention(q, k, v, self._handle, settings, sinks=call.sinks)
-        return out if call.v.shape[-1] == size else out[..., : call.v.shape[-1]]
+        return out if values == size else out[..., :values]
 
     @outside_of_graphs
     def _scan(self, name: str, function: Callable, arguments: dict) -> Any:

@@ -162,15 +162,15 @@ class _Circle:
 
     def __init__(self, work: Work, parts: np.ndarray, block: int) -> None:
         self._work, self._parts, self._block = work, parts, block
-        self.places = np.concatenate([[0], np.cumsum(parts[:, 1] - parts[:, 0])])
+        starts, stops = parts.T
+        self.places = np.concatenate([[0], np.cumsum(stops - starts)])
         self.length = int(self.places[-1])
-        start = work.before(parts[:, 0])
-        stop = work.before(parts[:, 1])
-        before = np.concatenate([[0], np.cumsum(stop - start)])
+        start = work.before(starts)
+        before = np.concatenate([[0], np.cumsum(work.before(stops) - start)])
         self.all_work = int(before[-1])
         # Added to the work before a token of the sequence, it gives the work before the token's place.
         self._shift = before[:-1] - start
-        self._keys_of_parts = (parts[:, 0] - work.first_seen(parts[:, 0])).sum(axis=0)
+        self._keys_of_parts = (starts - work.first_seen(starts)).sum(axis=0)
 
     @cached_property
     def stops(self) -> np.ndarray:

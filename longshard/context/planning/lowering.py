@@ -87,10 +87,8 @@ class Launch:
     @cached_property
     def longest(self) -> tuple[int, int]:
         """The largest number of queries and the largest number of keys of a call."""
-        most_q, most_kv = (
-            max(stop - start for start, stop in spans) for spans in (self.q, self.kv)
-        )
-        return most_q, most_kv
+        both = self.q, self.kv
+        return tuple(max(stop - start for start, stop in spans) for spans in both)
 
     @cached_property
     def q_runs(self) -> tuple[Run, ...]:
@@ -350,21 +348,22 @@ def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
     """
     q_start, q_stop = tile.q
     kv_start, kv_stop = tile.kv
+    is_band = tile.relation is Relation.BI_CAUSAL
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))
     for start in range(q_start, q_stop, rows):
         q = start, min(start + rows, q_stop)
         count = q[1] - start
         first = kv_start + start - q_start  # the first key of the first query
-        last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + count
-        if tile.relation is Relation.BI_CAUSAL and extra < count:
+        last = first + extra + count if is_band else kv_stop
+        if is_band and extra < count:
             # The band is narrower than the piece, so that both diagonals cross it.
             yield Tile(q, (first, last), Relation.BI_CAUSAL)
             continue
         yield Tile(q, (first, first + count), Relation.INV_CAUSAL)
-        middle = first + count, last - count if tile.relation is Relation.BI_CAUSAL else last
+        middle = first + count, last - count if is_band else last
         if middle[0] < middle[1]:
             yield Tile(q, middle)
-        if tile.relation is Relation.BI_CAUSAL:
+        if is_band:
             yield Tile(q, (last - count, last), Relation.CAUSAL)
 
 
