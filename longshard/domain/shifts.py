@@ -8,7 +8,7 @@ import torch
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
 from longshard.domain.reductions import gathered
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.ranges import Range, Wanted
+from longshard.sharding.ranges import Spans, Wanted
 from longshard.sharding.rows import connected, fetch, layout_of
 from longshard.sharding.tensors import to_device, wide_type
 from longshard.sharding.windows import plan_outputs
@@ -109,7 +109,7 @@ def _padded(
     return plan.layout, tuple(wanted)
 
 
-def _as_ranges(rows: Iterable[int]) -> tuple[Range, ...]:
+def _as_ranges(rows: Iterable[int]) -> Spans:
     """Return rows in order as ranges."""
     ranges = []
     for row in rows:

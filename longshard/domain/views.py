@@ -25,7 +25,7 @@ from longshard.domain.indexing import by_tensors
 from longshard.domain.masking import assign_by_mask
 from longshard.domain.transfer import gather, reshard
 from longshard.sharding.layout import AxisLayout, sized
-from longshard.sharding.ranges import Range, Ranges, intersection, size, union
+from longshard.sharding.ranges import Range, Shards, intersection, size, union
 from longshard.sharding.tensors import planned
 
 _MANY = 2**16
@@ -130,8 +130,8 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
 
 @planned
 def _refitted(
-    length: int, ranges: tuple[Ranges, ...], before: int, after: int, sizes: tuple[int, ...]
-) -> tuple[int | None, int, tuple[Ranges, ...]]:
+    length: int, ranges: Shards, before: int, after: int, sizes: tuple[int, ...]
+) -> tuple[int | None, int, Shards]:
     """Return which of the new dimensions of a group is sharded, and length and ranges of its layout.
 
     If none fits: None, and the layout of the flattened group, cut at rows of its first new dimension.
@@ -358,8 +358,8 @@ def _cut(axis: Axis, part: tuple[int, int, int]) -> tuple[Axis, slice | list[int
 
 @planned
 def _chosen(
-    owned: tuple[Ranges, ...], rank: int, part: tuple[int, int, int]
-) -> tuple[int, tuple[Ranges, ...], tuple[int, ...]]:
+    owned: Shards, rank: int, part: tuple[int, int, int]
+) -> tuple[int, Shards, tuple[int, ...]]:
     """Return the number of rows, the ranges of each rank, and this rank's rows in its shard (step 1: their ends)."""
     start, stop, step = part
     number = max(-(-(stop - start) // step), 0)

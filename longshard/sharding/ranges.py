@@ -9,8 +9,14 @@ Range = tuple[int, int]
 Ranges = tuple[Range, ...]
 """Ascending, disjoint, non-empty ranges; no two touch."""
 
-Wanted = tuple[tuple[Range, ...], ...]
-"""For each rank, the ranges of rows that it wants, one after another. They may overlap and leave the axis."""
+Shards = tuple[Ranges, ...]
+"""For each rank, the ranges of rows that it owns."""
+
+Spans = tuple[Range, ...]
+"""Ranges one after another, in any order. They may overlap."""
+
+Wanted = tuple[Spans, ...]
+"""For each rank, the ranges of rows that it wants. They may leave the axis."""
 
 
 def size(ranges: Iterable[Range]) -> int:

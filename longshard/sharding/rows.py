@@ -19,6 +19,8 @@ from longshard.sharding.movement import Movement, plan_movement
 from longshard.sharding.ranges import (
     Range,
     Ranges,
+    Shards,
+    Spans,
     Wanted,
     difference,
     intersection,
@@ -77,9 +79,7 @@ def layout_of(axis: Axis | None, length: int) -> tuple[AxisLayout, int]:
 
 
 @planned
-def plan_rows(
-    owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool
-) -> tuple[Wanted, str]:
+def plan_rows(owned: Shards, length: int, wanted: Wanted, periodic: bool) -> tuple[Wanted, str]:
     """Return the rows that each rank wants, and their source.
 
     The source is `own` (each rank wants exactly its own rows), `local` (no rank wants rows of another rank) or `ranks`.
@@ -160,7 +160,7 @@ Pieces = tuple[tuple[bool, int, int], ...]
 
 
 @planned
-def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces:
+def plan_pieces(owned: Ranges, length: int, wanted: Spans) -> Pieces:
     """Return the wanted rows of an axis as pieces: rows of the shard, and zeros beyond the ends.
 
     Args:

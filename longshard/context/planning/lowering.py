@@ -19,7 +19,7 @@ from longshard.context.planning.capabilities import Capabilities
 from longshard.context.planning.mask import Relation
 from longshard.context.planning.plan import RankPlan, Stage
 from longshard.context.planning.tiles import Tile
-from longshard.sharding.ranges import Range, intersection, size, union
+from longshard.sharding.ranges import Spans, intersection, size, union
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Launch:
         )
 
     @cached_property
-    def q(self) -> tuple[Range, ...]:
+    def q(self) -> Spans:
         """The queries of each call."""
         return tuple(call.q for call in self.calls)
 
     @cached_property
-    def kv(self) -> tuple[Range, ...]:
+    def kv(self) -> Spans:
         """The keys of each call."""
         return tuple(call.kv for call in self.calls)
 
@@ -256,7 +256,7 @@ def _extra_keys(tile: Tile) -> int:
     return tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
 
 
-def _runs(spans: tuple[Range, ...], fresh: list[bool]) -> Iterator[Run]:
+def _runs(spans: Spans, fresh: list[bool]) -> Iterator[Run]:
     """Yield the longest runs of adjacent spans that are equally fresh."""
     first = place = 0
     for number, (_, stop) in enumerate(spans, 1):

@@ -26,7 +26,7 @@ from longshard.context.execution.kernels.base import (
 from longshard.context.planning.capabilities import INDEX_LIMIT
 from longshard.context.planning.lowering import Launch, is_large
 from longshard.context.planning.mask import Relation
-from longshard.sharding.ranges import Range
+from longshard.sharding.ranges import Spans
 from longshard.sharding.tensors import to_device
 
 
@@ -342,12 +342,12 @@ def _lengths(
     return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
 
 
-def _gathered(x: Tensor, spans: tuple[Range, ...]) -> Tensor:
+def _gathered(x: Tensor, spans: Spans) -> Tensor:
     """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and in each sequence span after span."""
     return _readable(_gathered_rows(x, spans))
 
 
-def _gathered_rows(x: Tensor, spans: tuple[Range, ...]) -> Tensor:
+def _gathered_rows(x: Tensor, spans: Spans) -> Tensor:
     """Return (B, H, S, ...) as (rows, H, ...); for one sequence a view if the spans are adjacent."""
     adjacent = all(a[1] == b[0] for a, b in pairwise(spans))
     rows = slice(spans[0][0], spans[-1][1]) if adjacent else _places(spans, x.device)
@@ -363,13 +363,13 @@ def _by_sequence(x: Tensor, batch: int, size: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _places(spans: tuple[Range, ...], device: torch.device) -> Tensor:
+def _places(spans: Spans, device: torch.device) -> Tensor:
     """Return the number of every gathered row in its sequence."""
     return to_device(torch.cat([torch.arange(start, stop) for start, stop in spans]), device)
 
 
 @lru_cache(maxsize=64)
-def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> Tensor:
+def _ends(spans: Spans, batch: int, device: torch.device) -> Tensor:
     """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
     lengths = [stop - start for _ in range(batch) for start, stop in spans]
     return to_device(
