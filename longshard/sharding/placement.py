@@ -155,7 +155,7 @@ def _rows(
         return x.index_select(dim, rows_on(layout, group.rank(), x.device))
 
     def all_rows(x: Tensor) -> Tensor:
-        wanted = [[(0, layout.length)]] * layout.degree
+        wanted = (((0, layout.length),),) * layout.degree
         return exchange(x, Axis(layout, group), wanted, dim)
 
     return own_rows, all_rows

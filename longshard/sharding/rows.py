@@ -222,7 +222,7 @@ def connected(empty: Tensor, *inputs: Tensor | None) -> Tensor:
 # ---- Exchange
 
 
-def exchange(x: Tensor, axis: Axis, wanted: Sequence[Sequence[Range]], dim: int) -> Tensor:
+def exchange(x: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Tensor:
     """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
 
     Rows beyond the ends of the axis are zeros. The adjoint adds up the gradients of all copies of a row: first the
@@ -237,7 +237,6 @@ def exchange(x: Tensor, axis: Axis, wanted: Sequence[Sequence[Range]], dim: int)
     Raises:
         ValueError: The shard has another length, the number of ranks is another, or a range is inverted.
     """
-    wanted = tuple(map(tuple, wanted))
     if x.shape[dim] != axis.rows or len(wanted) != axis.degree:
         raise ValueError(
             f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {axis.degree} ranks; "

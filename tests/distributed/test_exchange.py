@@ -56,7 +56,7 @@ def exchange_case(length: int) -> list[tuple]:
                     own = torch.from_numpy(layout.indices(process.rank))
                     x = whole.index_select(dim, own).to(process.device).requires_grad_()
                     door.calls.clear()
-                    got = exchange(x, Axis(layout, group), wanted, dim)
+                    got = exchange(x, Axis(layout, group), tuple(map(tuple, wanted)), dim)
                     cotangents = [random(*expected(whole, w, dim).shape, seed=r) for r, w in enumerate(wanted)]
                     (gradient,) = torch.autograd.grad(got, x, cotangents[process.rank].to(got.device))
                     assert door.calls == {"exchange": 2}

@@ -152,7 +152,7 @@ def exchanged(rank: int, mesh: ThreadMesh, length: int) -> list[tuple[bool, bool
         wish, own = wishes(kind, layout), torch.from_numpy(layout.indices(rank))
         whole = random(3, length, 2).requires_grad_()
         x = whole.detach()[:, own].to(mesh.device_type).requires_grad_()
-        got = exchange(x, Axis(layout, mesh.get_group()), wish, 1)
+        got = exchange(x, Axis(layout, mesh.get_group()), tuple(map(tuple, wish)), 1)
         all_rows = [expected(whole, ranges, 1) for ranges in wish]
         cotangents = [random(*rows.shape, seed=r) for r, rows in enumerate(all_rows)]
         (gradient,) = torch.autograd.grad(got, x, cotangents[rank].to(got.device))
