@@ -261,9 +261,7 @@ def _are_equal(said: bytes, tensors: Iterable[DomainTensor]) -> bool:
     for group in filter(has_peers, groups.values()):
         is_gloo = "gloo" in dist.get_backend(group)
         device = "cpu" if is_gloo else torch.accelerator.current_accelerator()
-        if (
-            len(set(all_gather(torch.tensor([number], device=device), group).view(-1).tolist()))
-            > 1
-        ):
+        numbers = all_gather(torch.tensor([number], device=device), group)
+        if numbers.unique().numel() > 1:
             number = 0  # the ranks along the next axis see it, too
     return number > 0

@@ -113,7 +113,7 @@ def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
     for dim, axis in x.domain.axes.items():
         if dim in dims:
             local = unshard(local, axis.layout, dim, group=axis.group)
-    return DomainTensor(local, x.domain.reduced(dims, keepdim=True))
+    return DomainTensor(local, x.domain.without(*dims))
 
 
 def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:

@@ -125,8 +125,7 @@ class Expansion:
         """
         up = self._up[heads]
         rank = up.shape[2]
-        rotated = latent.shape[3] - up.shape[2]
-        unrotated = dk.shape[3] - rotated
+        unrotated = dk.shape[3] - (latent.shape[3] - rank)
         # (B, H, T, N + V)
         gradient = torch.cat((dk[..., :unrotated], dv), -1)[..., : up.shape[1]].to(up.dtype)
         by_token = gradient.transpose(1, 2).flatten(2)  # (B, T, H * (N + V))

@@ -88,8 +88,7 @@ def _stretches(
                 *places.borders(start + bound, stop + bound),
             ]
             cuts.update(border - bound for border in borders if start < border - bound < stop)
-    ordered = sorted(cuts)
-    for first, after in pairwise(ordered):
+    for first, after in pairwise(sorted(cuts)):
         ends = [tuple(map(places, band.hull(query, query + 1))) for query in (first, after - 1)]
         if ends[0][0] < ends[0][1]:
             assert ends[1][0] < ends[1][1]
