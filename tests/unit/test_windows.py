@@ -64,10 +64,10 @@ def test_windows_read_the_rows_of_their_outputs(examples: int) -> None:
     def law(layout: AxisLayout, window: Window) -> None:
         assume(layout.length + window.before + window.after > window.reach)
         steps = range(0, layout.length + window.before + window.after - window.reach, window.stride)
-        rest = layout.length + window.before + window.after - window.reach - 1 - steps[-1]
-        fits = window.ceil and rest and steps[-1] + window.stride < layout.length + window.before
+        remainder = layout.length + window.before + window.after - window.reach - 1 - steps[-1]
+        fits = window.ceil and remainder and steps[-1] + window.stride < layout.length + window.before
         # As in PyTorch: with `ceil`, one more window if it does not start in the padding after the end.
-        starts_beyond = window.ceil and not rest and steps[-1] >= layout.length + window.before
+        starts_beyond = window.ceil and not remainder and steps[-1] >= layout.length + window.before
         total = len(steps) + fits - starts_beyond
         assume(total)
         plan = window_plan(layout, window)
