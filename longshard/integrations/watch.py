@@ -120,15 +120,15 @@ class ModelWatch(ExitStack):
 
     # ---- Hooks. The compiler breaks its graph at them.
 
-    def _before(self, module: nn.Module, hook: Callable) -> None:
-        self.enter_context(
-            module.register_forward_pre_hook(outside_of_graphs(hook), with_kwargs=True)
-        )
-
-    def _after(self, module: nn.Module, hook: Callable) -> None:
-        self.enter_context(
-            module.register_forward_hook(outside_of_graphs(hook), with_kwargs=True)
-        )
+    def _around(
+        self, module: nn.Module, before: Callable, after: Callable | None = None
+    ) -> None:
+        """Call functions before and after the forward of a module."""
+        before = outside_of_graphs(before)
+        self.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        if after is not None:
+            after = outside_of_graphs(after)
+            self.enter_context(module.register_forward_hook(after, with_kwargs=True))
 
     @outside_of_graphs
     def _on_call(self, module: nn.Module, args: tuple) -> None:
@@ -153,7 +153,7 @@ class ModelWatch(ExitStack):
             self._hook(module, root)
             if inspection.mixes_if_called(module, bound):
                 refusal = inspection.refusal_of_module(name, module, self._live.layout.length)
-                self._before(module, partial(_refuse, refusal))
+                self._around(module, partial(_refuse, refusal))
         for name, module in root.named_modules():
             if (
                 module is not root
@@ -164,18 +164,16 @@ class ModelWatch(ExitStack):
                     f"{type(module).__name__} reads {module.main_input_name!r}, not the sequence that was cut; call "
                     "it outside of the context, and give the model `inputs_embeds`, cut as a buffer"
                 )
-                self._before(module, partial(_refuse, refusal))
+                self._around(module, partial(_refuse, refusal))
             if self._allowed.has(module, name):
                 self._count(module, "allowed")
         for name, module in self._attended.covered(root, modules):
-            self._before(module, self._attended.before)
-            self._after(module, partial(self._attended.after, name))
-        self._before(root, lambda module, args, kwargs: self._begin(module))
-        self._after(root, self._after_root)
+            self._around(module, self._attended.before, partial(self._attended.after, name))
+        self._around(root, lambda module, args, kwargs: self._begin(module), self._after_root)
 
     def _hook(self, module: nn.Module, root: nn.Module) -> None:
         if inspection.is_model(module):
-            self._before(module, check_inputs)
+            self._around(module, check_inputs)
             with suppress(NotImplementedError, AttributeError):
                 self._count(module.get_input_embeddings(), "tokens")
             return
@@ -186,17 +184,15 @@ class ModelWatch(ExitStack):
                 "itself; give the model that it belongs to as `intercept_sdpa(model)`"
             )
         if by_length or inspection.POSITIONS.search(type(module).__name__):
-            self._before(module, lambda module, args, kwargs: self.see(*args, *kwargs.values()))
+            self._around(module, lambda module, args, kwargs: self.see(*args, *kwargs.values()))
         if by_length:
-            self._before(module, partial(lengthened, self._live.mesh))
-            self._after(module, shortened)
+            self._around(module, partial(lengthened, self._live.mesh), shortened)
 
     def _count(self, module: nn.Module, kind: str) -> None:
         def add(number: int, *_: object) -> None:
             self._inside[kind] += number
 
-        self._before(module, partial(add, 1))
-        self._after(module, partial(add, -1))
+        self._around(module, partial(add, 1), partial(add, -1))
 
     def _after_root(self, root: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
         if inspection.is_model(root):
