@@ -99,18 +99,18 @@ class Math(Kernel):
         scores = self._scores(q, k, relation, scale)
         p = (scores - lse[..., None]).exp()
         dout, out, q_, k_, v_ = (x.to(p.dtype) for x in (dout, out, q, k, v))
-        dp = dout @ repeated(v_, q.shape[1]).transpose(-1, -2)
+        dp = dout @ repeated(v_, q.shape[1]).mT
         ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
         if self._softcap:  # a hidden pair has p = 0
             ds = ds * (1 - (scores.clamp(min=-self._softcap) / self._softcap).square())
-        dk = summed(ds.transpose(-1, -2) @ q_, k.shape[1])
-        dv = summed(p.transpose(-1, -2) @ dout, k.shape[1])
+        dk = summed(ds.mT @ q_, k.shape[1])
+        dv = summed(p.mT @ dout, k.shape[1])
         dq = ds @ repeated(k_, q.shape[1])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _scores(self, q: Tensor, k: Tensor, relation: Relation, scale: float) -> Tensor:
         dtype = wide_type(q.dtype)
-        scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
+        scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).mT * scale
         if self._softcap:
             scores = self._softcap * torch.tanh(scores / self._softcap)
         if relation is not Relation.FULL:
