@@ -74,8 +74,8 @@ class Place:
         rank = live.rank
         if tokens != (rows := live.layout.local_length(rank)):
             raise ContextParallelError(
-                f"linear attention got {tokens} rows of the sequence and its plan has {rows} for this rank; cut "
-                "the inputs by naming them in `context_parallel(buffers=...)`"
+                f"linear attention got {tokens} rows of the sequence and its plan has {rows} for this rank; "
+                "cut the inputs by naming them in `context_parallel(buffers=...)`"
             )
         layout = live.layout
         group = live.mesh.get_group()

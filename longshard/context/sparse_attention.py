@@ -230,9 +230,9 @@ class _Call:
         )
         if not fits:
             raise ContextParallelError(
-                f"sparse attention got q {tuple(q.shape)}, latents {tuple(latent.shape)}, up {tuple(up.shape)} and an "
-                f"index of {', '.join(str(tuple(x.shape)) for x in index)}. Give (B, H, S, N + P), (B, S, R + P), "
-                "(H, N + V, R), (B, S, J, D), (B, S, D) and (B, S, J)"
+                f"sparse attention got q {tuple(q.shape)}, latents {tuple(latent.shape)}, up {tuple(up.shape)} and "
+                f"an index of {', '.join(str(tuple(x.shape)) for x in index)}. Give (B, H, S, N + P), "
+                "(B, S, R + P), (H, N + V, R), (B, S, J, D), (B, S, D) and (B, S, J)"
             )
 
     def parts(self, chosen: Tensor) -> Iterator[tuple[slice, Rows, Attended]]:

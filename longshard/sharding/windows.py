@@ -105,8 +105,8 @@ def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> 
         total -= 1
     if free < 0 or total < 1:
         raise ValueError(
-            f"a window of {window.reach + 1} rows does not fit an axis of {length} rows with a padding of "
-            f"{window.before} + {window.after}; use a smaller kernel or more padding"
+            f"a window of {window.reach + 1} rows does not fit an axis of {length} rows with a padding "
+            f"of {window.before} + {window.after}; use a smaller kernel or more padding"
         )
 
     def inputs(start: int, stop: int) -> Range:
