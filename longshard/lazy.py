@@ -7,7 +7,7 @@ from typing import Any
 
 def lazy_exports(
     package: str, modules: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+) -> tuple[Callable, Callable, list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` for a package (PEP 562).
 
     Args:

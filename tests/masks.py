@@ -11,6 +11,6 @@ def dense(mask: Mask) -> np.ndarray:
     for band in mask.bands:
         for query in range(band.q_start, band.q_stop):
             number, i = divmod(query, mask.q_len)
-            start, stop = (key - number * mask.kv_len for key in band.visible(query))
+            start, stop = (key - number * mask.kv_len for key in band.hull(query, query + 1))
             visible[number, i, start:stop] = True
     return visible

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from longshard.context.live import resolve
@@ -171,13 +171,10 @@ def convolved(rows: Tensor, weight: Tensor, reach: Tensor | None, tiles: Tiles) 
         tiles: The tiles.
     """
     last = weight.shape[2] - 1
-    # kernel x (C, 1)
-    taps = weight.to(wide_type(rows.dtype)).unbind(2)
-    total = _tile_rows(rows, tiles, last) * taps[last].squeeze(1)
+    taps = weight.to(wide_type(rows.dtype)).squeeze(1).unbind(1)  # kernel x (C,)
+    total = _tile_rows(rows, tiles, last) * taps[last]
     for tap in range(1, last + 1):
-        total += _reached(_tile_rows(rows, tiles, last - tap), reach, tap) * taps[
-            last - tap
-        ].squeeze(1)
+        total += _reached(_tile_rows(rows, tiles, last - tap), reach, tap) * taps[last - tap]
     return total.to(rows.dtype)
 
 
@@ -200,13 +197,13 @@ def gradients(
     last = weight.shape[2] - 1
     dtype = wide_type(rows.dtype)
     dx = x.new_zeros(x.shape, dtype=dtype)
-    taps = weight.to(dtype).unbind(2)
+    taps = weight.to(dtype).squeeze(1).unbind(1)
     dweight = weight.new_zeros(weight.shape, dtype=dtype)
     for tap in range(last + 1):
         here = None if reach is None else _tile_rows(reach, tiles, tap)
         # the gradient of the output that read x with this tap
         dy = _reached(_tile_rows(rows, tiles, tap), here, tap)
-        dx += dy * taps[last - tap].squeeze(1)
+        dx += dy * taps[last - tap]
         dweight[:, 0, last - tap] = (dy.to(dtype) * x).sum((0, 1))
     return dx.to(x.dtype), dweight.to(weight.dtype)
 

@@ -21,9 +21,7 @@ from torch import Tensor
 from longshard.context.attention import add_autocast_rules
 from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.execution.linear_kernels import KernelPass, runs_kernels
-from longshard.context.execution.linear_states import KnownStates
 from longshard.context.linear_pass import ChunkedPass, Place
-from longshard.context.linear_scan import states_before
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.tensors import wide_type
 
@@ -71,15 +69,9 @@ def operator(
     """
     x = Tokens(*tokens, beta, positions, scale)
     place, local = _local(x, plan)
-    v_dim = x.v.shape[3]
-    transitions = []
-    if place.has_maps:
-        maps = local.maps()
-        transitions = [maps[..., v_dim:]]
-        ends = KnownStates(states_before(maps, place.axis, v_dim, reverse=False))
-    else:
-        ends = place.ends(local.zeros, reverse=False)
-    out, entries, last = local.forward(ends)
+    maps = local.maps() if place.has_maps else None
+    transitions = [] if maps is None else [maps[..., x.v.shape[3] :]]
+    out, entries, last = local.forward(place.ends(local.zeros, maps, reverse=False))
     kept = torch.cat([part.reshape(-1) for part in (entries, *transitions)])
     return out.to(x.v.dtype), kept.view(torch.uint8), last.clone()
 
@@ -100,14 +92,12 @@ def _operator_backward(
     kept = kept.view(wide_type(x.v.dtype))
     size = math.prod(local.shape)
     local.begin_backward(dout, kept[:size].view(local.shape))
+    maps = None
     if place.has_maps:
-        *_, k_dim, v_dim = local.shape
-        transitions = kept[size:].view(*local.shape[:-1], 1 if beta is None else k_dim)
+        *shape, k_dim, _ = local.shape
+        transitions = kept[size:].view(*shape, k_dim, 1 if beta is None else k_dim)
         maps = torch.cat((local.biases(), transitions), -1)
-        ends = KnownStates(states_before(maps, place.axis, v_dim, reverse=True))
-    else:
-        ends = place.ends(local.zeros, reverse=True)
-    *wide_gradients, dbeta = local.backward(ends)
+    *wide_gradients, dbeta = local.backward(place.ends(local.zeros, maps, reverse=True))
     gradients = [
         x.to(y.dtype).view(y.shape) for x, y in zip(wide_gradients, tokens, strict=True)
     ]

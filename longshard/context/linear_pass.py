@@ -25,7 +25,7 @@ from longshard.context.execution.linear_chunks import (
 )
 from longshard.context.execution.linear_pairs import BLOCK
 from longshard.context.execution.linear_states import KnownStates, joined, stacked, through_runs
-from longshard.context.linear_scan import InOrder, aligned, fragments_of
+from longshard.context.linear_scan import InOrder, aligned, fragments_of, states_before
 from longshard.context.live import resolve
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.rows import Axis, fetch
@@ -62,8 +62,9 @@ class Place:
         Raises:
             ContextParallelError: The plan is for a sequence in chunks, or did not cut the inputs.
         """
+        tokens = q.shape[1]
         if plan is None:
-            return cls((q.shape[1],) if q.shape[1] else (), _size(q.shape[1]), q.device.type)
+            return cls((tokens,) if tokens else (), _size(tokens), q.device.type)
         live, _ = resolve(plan)
         live.calls += 1
         if live.chunk is not None:
@@ -71,10 +72,10 @@ class Place:
                 "linear attention got a sequence in chunks, but its states do not wait between chunks; give it whole"
             )
         rank = live.rank
-        if q.shape[1] != (rows := live.layout.local_length(rank)):
+        if tokens != (rows := live.layout.local_length(rank)):
             raise ContextParallelError(
-                f"linear attention got {q.shape[1]} rows of the sequence and its plan has {rows} for this rank; cut "
-                "the inputs by naming them in `context_parallel(buffers=...)`"
+                f"linear attention got {tokens} rows of the sequence and its plan has {rows} for this rank; "
+                "cut the inputs by naming them in `context_parallel(buffers=...)`"
             )
         layout = live.layout
         group = live.mesh.get_group()
@@ -121,19 +122,18 @@ class Place:
         """Whether some fragment has several runs."""
         return any(end - first > self.run for first, end in self.fragments)
 
-    def ends(self, zeros: Tensor, *, reverse: bool) -> KnownStates:
-        """Return the states before fragments: zeros, or the states that go from fragment to fragment in order.
+    def ends(self, zeros: Tensor, maps: Tensor | None, *, reverse: bool) -> KnownStates:
+        """Return the states before fragments: by the maps, or zeros, or those that go from fragment to fragment.
 
         Args:
             zeros: Zeros for all fragments, (B, F, H, K, V).
+            maps: The maps of the fragments, (B, F, H, K, V + width); None if ranks send no maps.
             reverse: Whether states go from the last fragment to the first.
         """
+        if maps is not None:
+            return KnownStates(states_before(maps, self.axis, zeros.shape[-1], reverse=reverse))
         known = KnownStates(zeros)
-        return (
-            known
-            if self.has_maps or not self.sends
-            else InOrder(known.zero, self.axis, reverse=reverse)
-        )
+        return InOrder(known.zero, self.axis, reverse=reverse) if self.sends else known
 
     def _moved(self, x: Tensor, *, back: bool = False) -> Tensor:
         """Return input rows, (B, S, ...), as the rows to compute with; `back`: the opposite. A collective."""

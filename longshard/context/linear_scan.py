@@ -193,28 +193,24 @@ def _gathered(maps: Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> Tensor:
 
 
 def _in_turn(maps: Tensor, axis: Axis, v_dim: int, *, reverse: bool) -> Tensor:
-    # (fragment, its rank); a place is an index of this list
-    order = [*enumerate(_owners(axis.layout))]
-    order = order[::-1] if reverse else order
+    owners = _owners(axis.layout)[:: -1 if reverse else 1]  # a place is an index of this list
     own = axis.layout.indices(axis.rank).tolist()
-    numbers = {number: i for i, number in enumerate(own)}
-    changes = {place: maps[:, numbers[n]] for place, (n, _) in enumerate(order) if n in numbers}
+    last = len(owners) - 1
+    changes = {last - n if reverse else n: maps[:, i] for i, n in enumerate(own)}
     zero = maps.new_zeros(maps.shape[0], *maps.shape[2:4], v_dim)
     states = {place: zero.clone() for place in changes}
     size = -(-v_dim // BLOCKS)
     blocks = [slice(first, min(first + size, v_dim)) for first in range(0, v_dim, size)]
     group = own_group(axis.group, "states", maps.device.type)
-    for step in range(len(order) + len(blocks) - 2):
+    for step in range(last + len(blocks) - 1):
         transfers = []
         arriving = []
-        for place in range(max(step - len(blocks) + 1, 0), min(step + 1, len(order) - 1)):
-            (_, sender) = order[place]
-            (_, receiver) = order[place + 1]
+        for place in range(max(step - len(blocks) + 1, 0), min(step + 1, last)):
+            sender, receiver = owners[place : place + 2]
             columns = blocks[step - place]
             if sender == axis.rank:
-                bias = changes[place][..., :v_dim]
-                transition = changes[place][..., v_dim:]
-                change = torch.cat((bias[..., columns], transition), -1)
+                change = changes[place]
+                change = torch.cat((change[..., columns], change[..., v_dim:]), -1)
                 block = changed(states[place][..., columns], change, reverse=reverse)
                 if receiver == axis.rank:
                     states[place + 1][..., columns] = block

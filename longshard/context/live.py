@@ -17,8 +17,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from longshard.context.attention_inputs import AttentionInputs, AttentionSettings
 from longshard.context.execution.build import Execution, build_execution
@@ -71,9 +70,7 @@ class LivePlan:
     calls: int = 0
     other_calls: int = 0
     latest: Execution | None = None
-    _executions: dict[tuple, Execution] = field(default_factory=dict)
-    _padded: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    _visible: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    _made: dict = field(default_factory=dict)  # executions, rows of padding and visible keys
 
     @property
     def rank(self) -> int:
@@ -91,18 +88,13 @@ class LivePlan:
         scores = self.hooks.scores
         if scores is None:
             return
-        if scores.padding is not None:
-            padded = self._padded_rows(tuple(sequences), lse.device)
-            lse = lse.masked_fill(padded[:, None], -torch.inf)
+        if (padding := scores.padding) is not None:
+            key = "padded", *sequences
+            if key not in self._made:  # (B, S), computed once for all layers
+                rows = rows_on(self.layout, self.rank, padding.device)
+                self._made[key] = padding[list(sequences)][:, rows].to(lse.device)
+            lse = lse.masked_fill(self._made[key][:, None], -torch.inf)
         scores.take(layer, lse)
-
-    def _padded_rows(self, sequences: tuple[int, ...], device: torch.device) -> Tensor:
-        """Return which of this rank's rows are padding, (B, S) bool; computed once for all layers."""
-        if sequences not in self._padded:
-            padding = self.hooks.scores.padding
-            rows = rows_on(self.layout, self.rank, padding.device)
-            self._padded[sequences] = padding[list(sequences)][:, rows].to(device)
-        return self._padded[sequences]
 
     def execution(
         self,
@@ -129,10 +121,10 @@ class LivePlan:
         masked = tuple(sequences) if several else ()
         kinds = (x if x is None else (x.shape, x.dtype, x.device.type) for x in inputs)
         key = (*kinds, masked, settings.is_causal, settings.window, settings.softcap)
-        if key not in self._executions:
+        if key not in self._made:
             self._check(inputs, masked)
-            self._executions[key] = self._built(inputs.q, settings, masked)
-        self.latest = self._executions[key]
+            self._made[key] = self._built(inputs.q, settings, masked)
+        self.latest = self._made[key]
         if self.chunk is None:
             return self.latest
         if layer < 0:
@@ -206,12 +198,13 @@ class LivePlan:
             keys. The result is cached, so do not write to it.
         """
         several = self.mask is not None and self.mask.sequences > 1
-        key = tuple(sequences) if several else ()
-        if key not in self._visible:
-            intervals = self._mask(key, True, 0).intervals()
+        masked = tuple(sequences) if several else ()
+        key = "visible", *masked
+        if key not in self._made:
+            intervals = self._mask(masked, True, 0).intervals()
             own = intervals[:, self.layout.indices(self.rank)]
-            self._visible[key] = torch.from_numpy(own)
-        return self._visible[key]
+            self._made[key] = torch.from_numpy(own)
+        return self._made[key]
 
     def _mask(self, sequences: tuple[int, ...], is_causal: bool, window: int) -> Mask:
         lengths = self.layout.length, (self.kv_layout or self.layout).length

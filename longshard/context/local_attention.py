@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from longshard.context.planning.options import ContextParallelError
 
 _ATEN = torch.ops.aten.scaled_dot_product_attention
-ATTENTION_CALLS = frozenset({F.scaled_dot_product_attention, _ATEN, _ATEN.default})
+ATTENTION_CALLS = {F.scaled_dot_product_attention, _ATEN, _ATEN.default}
 """The calls that an interception runs with the plan."""
 
 _CLOSED_CALLS = frozenset(
@@ -80,7 +80,7 @@ class RefusedLocalAttention(TorchFunctionMode):
         function: Callable,
         types: Sequence[type],
         args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict | None = None,
     ) -> Any:
         if attends(function):
             raise ContextParallelError(

@@ -14,9 +14,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from longshard.context.execution.chunks import ChunkRows, KeptTensor
 from longshard.context.hooks import NO_HOOKS, AttentionHooks
@@ -47,7 +46,7 @@ class Region:
 
     attention_plan: Tensor
     layout: AxisLayout
-    group: dist.ProcessGroup
+    group: ProcessGroup
     live: LivePlan
 
     def shard(self, x: Tensor, dim: int, *, grad: str = "partial") -> Tensor:
@@ -167,7 +166,9 @@ def context_parallel(
     Raises:
         ContextParallelError: Inputs do not fit, ranks differ, a context is open, or attention did not use the plan.
     """
-    options = _with_names(options or ContextParallelOptions(), method, load_balancer)
+    named = ("method", method), ("load_balancer", load_balancer)
+    names = {key: name for key, name in named if not isinstance(name, AxisLayout | None)}
+    options = replace(options or ContextParallelOptions(), **names)
     cuts, layout, rank = _cut_rows(
         buffers, buffer_seq_dims, load_balancer, options, mask, mesh, check_consistency
     )
@@ -179,17 +180,6 @@ def context_parallel(
         nullcontext() if intercept is None else intercept(cp.attention_plan, cp.live),
     ):
         yield cp
-
-
-def _with_names(
-    options: ContextParallelOptions, method: str | None, load_balancer: str | AxisLayout | None
-) -> ContextParallelOptions:
-    """Return the options with the named method and load balancer."""
-    if method is not None:
-        options = replace(options, method=method)
-    if isinstance(load_balancer, str):
-        options = replace(options, load_balancer=load_balancer)
-    return options
 
 
 def _cut_rows(
@@ -270,7 +260,7 @@ def _cut(
         raise ContextParallelError(
             "no_restore_buffers of context_parallel names a tensor that is none of its buffers; name it in both"
         )
-    whole: list[tuple[Tensor, Tensor]] = []
+    whole = []
     try:
         for x, dim in cuts:
             # `set_` gives the tensor new memory; views of the old memory still see the whole tensor.
@@ -292,7 +282,7 @@ def _cuts(
             f"context_parallel got {len(buffers)} buffers and {len(dims)} sequence dimensions; give one dimension for "
             "each buffer, and at least one buffer"
         )
-    cuts: dict[int, tuple[Tensor, int]] = {}
+    cuts = {}
     for number, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not -x.ndim <= dim < x.ndim or cuts.get(id(x), (x, dim % x.ndim))[1] != dim % x.ndim:
             raise ContextParallelError(

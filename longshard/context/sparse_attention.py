@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from longshard.context.attention import add_autocast_rules
-from longshard.context.execution.chunks import ChunkRows
 from longshard.context.execution.kernels.base import rows_first
+from longshard.context.execution.latent import value_dim
 from longshard.context.execution.sparse_rows import (
     Attended,
     Divergence,
@@ -31,7 +30,6 @@ from longshard.context.execution.sparse_rows import (
     attention_gradients,
     choose,
     chosen_rows,
-    queries_at_a_time,
     visible_rows,
 )
 from longshard.context.live import LivePlan, layer_of, resolve
@@ -40,6 +38,9 @@ from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.ranges import Wanted
 from longshard.sharding.rows import Axis, fetch, returned_rows
 from longshard.sharding.tensors import wide, wide_type
+
+GATHERED_BYTES = 1 << 30
+"""The most bytes of chosen rows and of their scores at a time. At least one query is computed at a time."""
 
 
 class SparseSettings(NamedTuple):
@@ -106,31 +107,28 @@ def operator(
     Returns:
         As `SparseResult`.
     """
-    call = _call(*inputs, plan, settings)
+    call = _Call(inputs, plan, settings)
     q, latent, up, *_ = inputs
-    whole = call.whole
+    per_query = call.how.per_query
     chosen = q.new_empty(*latent.shape[:2], 0, dtype=torch.int32)
-    if call.how.per_query:
+    if per_query:
         keys = call.rows[..., latent.shape[2] :]
-        chosen = choose(call.index, keys, whole.visible, call.how.per_query, whole.length)
-    out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
+        chosen = choose(call.index, keys, call.visible, int(settings[1]), call.length)
+    out = rows_first(q, *q.shape[1:3], value_dim(q, latent, up))
     loss = q.new_zeros(latent.shape[:2], dtype=wide_type(q.dtype))
     lse = loss.new_empty(q.shape[:3])
-    for part, keys, attended in call.parts(chosen):
+    for part, keys, attended in call.parts(chosen[..., :per_query]):
         out[:, :, part] = attended.output.to(out.dtype)
         lse[:, :, part] = attended.lse
         if call.how.learns:
-            loss[:, part] = Divergence(call.index_at(part), keys, attended).loss
-    if (
-        call.how.per_query
-    ):  # a query that sees keys and has chosen none has a score that is not a number
-        sees = whole.visible.diff(dim=-1).squeeze(-1) > 0
+            loss[:, part] = Divergence(call.index, part, keys, attended).loss
+    if per_query:  # a query that sees keys and has chosen none has a score that is not a number
+        sees = call.visible.diff(dim=-1).squeeze(-1) > 0
         lost = sees.to(out.device) & (chosen < 0).all(-1)
         out.masked_fill_(lost[:, None, :, None], torch.nan)
-    if whole.live is not None:
-        whole.live.show_scores(whole.layer, lse, whole.sequences)
-    spare = int(settings[1]) - chosen.shape[2]
-    return out, F.pad(chosen, (0, spare), value=-1), loss
+    if call.live is not None:
+        call.live.show_scores(call.layer, lse, call.sequences)
+    return out, chosen, loss
 
 
 @torch.library.custom_op("longshard::sparse_attention_backward", mutates_args=())
@@ -143,78 +141,126 @@ def _operator_backward(
     settings: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and of the index."""
-    call = _call(*inputs, plan, settings)
+    call = _Call(inputs, plan, settings)
     q, latent, up, *index = inputs
     chosen = chosen[..., : call.how.per_query]
-    rows = call.rows
     dq = rows_first(q, *q.shape[1:])
     dup = torch.zeros_like(call.up)
-    drows = wide(rows).new_zeros(rows.shape)
+    drows = wide(call.rows).new_zeros(call.rows.shape)
     queries, keys, weights = (x.new_zeros(x.shape) for x in index)
     for part, seen, attended in call.parts(chosen):
         own = wide(dout[:, :, part]), wide(q[:, :, part]), seen, attended, call.up
-        gradients = attention_gradients(*own, call.how.scale)
-        dq[:, :, part] = gradients.queries.to(dq.dtype)
-        dup += gradients.weights
-        dkeys = gradients.rows.new_zeros(*gradients.rows.shape[:-1], keys.shape[2])
+        dq_part, dlatents, dup_part = attention_gradients(*own, call.how.scale)
+        dq[:, :, part] = dq_part.to(dq.dtype)
+        dup += dup_part
+        dkeys = dlatents.new_zeros(*dlatents.shape[:-1], keys.shape[2])
         if call.how.learns:
-            learned = Divergence(call.index_at(part), seen, attended).gradients(dloss[:, part])
-            queries[:, part] = learned.queries
-            weights[:, part] = learned.weights
-            dkeys = learned.rows
-        add_rows(drows, torch.cat((gradients.rows, dkeys), -1), chosen[:, part])
-    latent_sums, key_sums = call.whole.returned(drows).tensor_split([latent.shape[2]], -1)
+            divergence = Divergence(call.index, part, seen, attended)
+            queries[:, part], dkeys, weights[:, part] = divergence.gradients(dloss[:, part])
+        add_rows(drows, torch.cat((dlatents, dkeys), -1), chosen[:, part])
+    latent_sums, key_sums = call.returned(drows).tensor_split([latent.shape[2]], -1)
     dlatent = latent_sums.to(latent.dtype, copy=True)
     dkeys = key_sums.to(keys.dtype, copy=True)
     return dq, dlatent, dup.to(up.dtype), queries, dkeys, weights
 
 
-def _value_dim(q: Tensor, latent: Tensor, up: Tensor) -> int:
-    """Return V. Latents are (B, S, R + P)."""
-    return up.shape[1] + latent.shape[2] - up.shape[2] - q.shape[3]
+class _Call:
+    """One call of the operator, forward or backward. This rank, or chunk, has some rows of the whole sequence.
 
-
-class _Whole:
-    """The whole sequence. This rank, or chunk, has some of its rows.
+    Args:
+        inputs: As for `operator`.
+        plan: As for `operator`.
+        settings: As for `operator`.
 
     Attributes:
+        q: The queries, (B, H, S, N + P).
+        up: (H, N + V, R), in a wide type.
+        index: The index of this rank's rows.
         live: The open plan; None if this rank has all rows.
         sequences: The numbers of the sequences in the batch.
         layer: The layer, for a sequence in chunks.
-        visible: First visible key of each query, and the end of its keys, on the host: (B, S, 2), or (1, S, 2).
         length: Number of tokens of the whole sequence.
-        chunk: As in the plan.
+        visible: First visible key of each query, and the end of its keys, on the host: (B, S, 2), or (1, S, 2).
+        how: The settings.
+        rows: Latents and index keys of the whole sequence, (B, T, R + P + D).
+
+    Raises:
+        ContextParallelError: The inputs do not fit each other, or the plan did not cut them.
     """
 
     live: LivePlan | None = None
-    chunk: tuple[int, ChunkRows] | None = None
 
-    def __init__(self, plan: Tensor | None, rows: int) -> None:
-        """Find the plan, check the number of this rank's rows, and count a call of the plan."""
-        self.length = rows
+    def __init__(
+        self, inputs: Sequence[Tensor], plan: Tensor | None, settings: Sequence[float]
+    ) -> None:
+        """Count a call of the plan, and collect the rows of the whole sequence, a collective."""
+        self.q, latent, up, *index = inputs
+        self.index = Index(*index)
+        self._check(latent, up)
+        self.up = wide(up)
+        self._latent_dim = latent.shape[2]
+        self.length = rows = latent.shape[1]
         if plan is None:
             self.visible = torch.from_numpy(causal(rows).intervals())
-            return
-        live, self.sequences = resolve(plan)
-        if rows != (expected := live.layout.local_length(live.rank)):
-            raise ContextParallelError(
-                f"sparse attention got {rows} rows of the sequence and its plan has {expected} for this rank; cut the "
-                "inputs by naming them in `context_parallel(buffers=...)`"
-            )
-        live.calls += 1
-        self.live = live
-        self.chunk = live.chunk
-        self.layer = layer_of(plan)
-        self.length = live.layout.length
-        self.visible = live.visible(self.sequences)
+        else:
+            live, self.sequences = resolve(plan)
+            if rows != (expected := live.layout.local_length(live.rank)):
+                raise ContextParallelError(
+                    f"sparse attention got {rows} rows of the sequence and its plan has {expected} for "
+                    "this rank; cut the inputs by naming them in `context_parallel(buffers=...)`"
+                )
+            live.calls += 1
+            self.live = live
+            self.layer = layer_of(plan)
+            self.length = live.layout.length
+            self.visible = live.visible(self.sequences)
+        scale, per_query, learns = settings
+        self.how = SparseSettings(scale, min(int(per_query), self.length), bool(learns))
+        self.rows = self._collected(torch.cat((latent, self.index.keys), -1))
 
-    def collected(self, own: Tensor) -> Tensor:
+    def _check(self, latent: Tensor, up: Tensor) -> None:
+        q = self.q
+        index = self.index
+        rows = latent.shape[:2]
+        fits = (
+            (q.ndim, latent.ndim, up.ndim) == (4, 3, 3)
+            and (q.shape[0], q.shape[2]) == index.keys.shape[:2] == rows
+            and up.shape[0] == q.shape[1]
+            and index.queries.shape == (*rows, index.weights.shape[2], index.keys.shape[2])
+        )
+        if not fits:
+            raise ContextParallelError(
+                f"sparse attention got q {tuple(q.shape)}, latents {tuple(latent.shape)}, up {tuple(up.shape)} and "
+                f"an index of {', '.join(str(tuple(x.shape)) for x in index)}. Give (B, H, S, N + P), "
+                "(B, S, R + P), (H, N + V, R), (B, S, J, D), (B, S, D) and (B, S, J)"
+            )
+
+    def parts(self, chosen: Tensor) -> Iterator[tuple[slice, Rows, Attended]]:
+        """Yield parts of the queries, with the rows that they attend to and their attention. chosen: (B, S, k)."""
+        rows = self.rows
+        per_query = self.how.per_query
+        # all queries have the same rows if they choose none
+        keys, row_channels = (per_query, rows.shape[2]) if per_query else (rows.shape[1], 0)
+        channels = 2 * self.q.shape[1] + 3 * self.index.weights.shape[2] + row_channels
+        query_bytes = rows.shape[0] * keys * channels * wide_type(self.q.dtype).itemsize
+        size = max(GATHERED_BYTES // max(query_bytes, 1), 1)
+        for start in range(0, self.q.shape[2], size):
+            part = slice(start, start + size)
+            seen = (
+                chosen_rows(rows, chosen[:, part])
+                if per_query
+                else visible_rows(rows, self.visible[:, part])
+            )
+            q = wide(self.q[:, :, part])
+            yield part, seen, attend(q, seen, self._latent_dim, self.up, self.how.scale)
+
+    def _collected(self, own: Tensor) -> Tensor:
         """Return all rows in the order of the sequence, (B, T, C); for a chunk, the rows up to its end."""
         if self.live is None:
             return own
-        if self.chunk is None:
+        if self.live.chunk is None:
             return fetch(own, *self._wanted, 1)
-        number, waiting = self.chunk
+        number, waiting = self.live.chunk
         ranges = self.live.layout.ranges
         if number + 1 < len(ranges):
             make = own.transpose(0, 1).contiguous
@@ -228,9 +274,9 @@ class _Whole:
         """Return the sums of the gradients of this rank's rows, (B, S, C), from gradients of all rows."""
         if self.live is None:
             return gradient
-        if self.chunk is None:
+        if self.live.chunk is None:
             return returned_rows(gradient, *self._wanted, 1)
-        number, waiting = self.chunk
+        number, waiting = self.live.chunk
         layout = self.live.layout
         *earlier, own = gradient.split(layout.lengths[: number + 1], 1)
         for i, part in enumerate(earlier):
@@ -246,80 +292,11 @@ class _Whole:
         return axis, (((0, self.length),),) * axis.degree
 
 
-class _Call(NamedTuple):
-    """One call of the operator, forward or backward.
-
-    Attributes:
-        q: The queries, (B, H, S, N + P).
-        up: (H, N + V, R), in a wide type.
-        latent_dim: R + P.
-        index: The index of this rank's rows.
-        how: The settings.
-        whole: The whole sequence.
-        rows: Latents and index keys of the whole sequence, (B, T, R + P + D).
-    """
-
-    q: Tensor
-    up: Tensor
-    latent_dim: int
-    index: Index
-    how: SparseSettings
-    whole: _Whole
-    rows: Tensor
-
-    def index_at(self, part: slice) -> Index:
-        """Return the index of some queries, in a wide type; its keys are not used."""
-        queries, keys, weights = self.index
-        return Index(wide(queries[:, part]), keys, wide(weights[:, part]))
-
-    def parts(self, chosen: Tensor) -> Iterator[tuple[slice, Rows, Attended]]:
-        """Yield parts of the queries, with the rows that they attend to and their attention. chosen: (B, S, k)."""
-        rows = self.rows
-        per_query = self.how.per_query
-        row_channels = rows.shape[2] if per_query else 0
-        index_heads = self.index.weights.shape[2]
-        keys = per_query or rows.shape[1]
-        size = queries_at_a_time(self.q, index_heads, row_channels, keys)
-        for start in range(0, self.q.shape[2], size):
-            part = slice(start, start + size)
-            seen = (
-                chosen_rows(rows, chosen[:, part])
-                if per_query
-                else visible_rows(rows, self.whole.visible[:, part])
-            )
-            q = wide(self.q[:, :, part])
-            yield part, seen, attend(q, seen, self.latent_dim, self.up, self.how.scale)
-
-
-def _call(q, latent, up, *others) -> _Call:
-    """Check the inputs of a call; return it with the rows of the whole sequence, a collective."""
-    *index, plan, settings = others
-    rows = latent.shape[:2]
-    index = Index(*index)
-    fits = (
-        (q.ndim, latent.ndim, up.ndim) == (4, 3, 3)
-        and (q.shape[0], q.shape[2]) == index.keys.shape[:2] == rows
-        and up.shape[0] == q.shape[1]
-        and index.queries.shape == (*rows, index.weights.shape[2], index.keys.shape[2])
-    )
-    if not fits:
-        raise ContextParallelError(
-            f"sparse attention got q {tuple(q.shape)}, latents {tuple(latent.shape)}, up {tuple(up.shape)} and an "
-            f"index of {', '.join(str(tuple(x.shape)) for x in index)}. Give (B, H, S, N + P), (B, S, R + P), "
-            "(H, N + V, R), (B, S, J, D), (B, S, D) and (B, S, J)"
-        )
-    scale, per_query, learns = settings
-    whole = _Whole(plan, rows[1])
-    how = SparseSettings(scale, min(int(per_query), whole.length), bool(learns))
-    collected = whole.collected(torch.cat((latent, index.keys), -1))
-    return _Call(q, wide(up), latent.shape[2], index, how, whole, collected)
-
-
 @operator.register_fake
 def _(inputs, plan, settings):
     q, latent, up, *_ = inputs
     batch, rows = latent.shape[:2]
-    out = rows_first(q, *q.shape[1:3], _value_dim(q, latent, up))
+    out = rows_first(q, *q.shape[1:3], value_dim(q, latent, up))
     chosen = q.new_empty(batch, rows, int(settings[1]), dtype=torch.int32)
     return out, chosen, q.new_empty(batch, rows, dtype=wide_type(q.dtype))
 

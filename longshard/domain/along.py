@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longshard.domain.dispatch import AnyTensor, DomainTensor, refused, rule, wrapped
+from longshard.domain.dispatch import AnyTensor, DomainTensor, Unhandled, rule, wrapped
 from longshard.domain.domain import balanced, sized
 from longshard.domain.elementwise import elementwise
 from longshard.domain.reductions import extreme, vector_norm
@@ -48,7 +48,7 @@ def along(*names: str) -> Callable[[Rule], Rule]:
             asked = bound.arguments["dim"]
             dims = [asked] if isinstance(asked, int) else asked
             if dims is None or not all(isinstance(d, int) for d in dims):
-                raise refused(function.__name__, x, f"it works along dimension {asked}")
+                raise Unhandled(f"it works along dimension {asked}")
             dims = [d % x.ndim for d in dims]
             if any(d in x.domain.axes for d in dims):
                 return sharded(function, x, *args, **kwargs)
@@ -116,10 +116,10 @@ def _place_of_extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
 
 @along("topk")
 def _topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
-    def choose(part: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        return part.topk(min(k, part.shape[dim]), dim, largest, sorted)
-
-    return torch.return_types.topk(_best(x, dim, k, choose))
+    best = _best(
+        x, dim, k, lambda part, dim: part.topk(min(k, part.shape[dim]), dim, largest, sorted)
+    )
+    return torch.return_types.topk(best)
 
 
 def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[DomainTensor]:
@@ -148,7 +148,7 @@ def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[Doma
 
 
 @along("chunk", "split", "split_with_sizes", "tensor_split")
-def _pieces(function, x, sizes=None, dim=0, **named: Any) -> tuple[DomainTensor, ...]:
+def _pieces(function, x, sizes=None, dim=0, **named) -> tuple[DomainTensor, ...]:
     optional = [] if sizes is None else [sizes]
     parts = function(torch.empty(x.shape, device="meta"), *optional, dim=dim, **named)
     ends = accumulate((part.shape[dim] for part in parts), initial=0)
@@ -192,20 +192,18 @@ def _rows(x: DomainTensor, dim: int, rows: slice | int) -> DomainTensor:
 
 
 @along("sort", "argsort", "mode")
-def _by_move(function, x, dim=-1, *args: Any, **named: Any) -> Any:
-    return whole_along(
-        lambda part: function(part, dim % x.ndim, *args, **named), x, dim % x.ndim
-    )
+def _by_move(function, x, dim=-1, *args, **named) -> Any:
+    return whole_along(lambda part: function(part, dim, *args, **named), x, dim)
 
 
 @along("cumprod", "cummax", "cummin", "logcumsumexp", "median", "nanmedian")
-def _by_move_without_default(function, x, dim, *args: Any, **named: Any) -> Any:
+def _by_move_without_default(function, x, dim, *args, **named) -> Any:
     return _by_move(function, x, dim, *args, **named)
 
 
 @along("kthvalue")
 def _kthvalue(function, x, k, dim=-1, keepdim=False) -> Any:
-    return whole_along(lambda part: function(part, k, dim % x.ndim, keepdim), x, dim % x.ndim)
+    return whole_along(lambda part: function(part, k, dim, keepdim), x, dim)
 
 
 def whole_along(function: Callable[[Tensor], Any], x: DomainTensor, dim: int) -> Any:
@@ -217,8 +215,9 @@ def whole_along(function: Callable[[Tensor], Any], x: DomainTensor, dim: int) ->
     Args:
         function: Takes a tensor of any shape.
         x: The tensor, any shape.
-        dim: The dimension, counted from 0.
+        dim: The dimension.
     """
+    dim %= x.ndim
     axis = x.domain.axes.get(dim)
     if axis is None:
         return wrapped(_on_shard(function, x.local), x.domain)
@@ -287,8 +286,8 @@ def _fourier(function, x, s=None, dim=None, norm=None, n=None) -> DomainTensor:
     steps[-1] = one, *steps[-1][1:]
     for name, along_dim, size in reversed(steps) if one == "rfft" else steps:
         size = None if size == -1 else size
-        transform = partial(getattr(torch.fft, name), n=size, dim=along_dim % x.ndim, norm=norm)
-        x = whole_along(transform, x, along_dim % x.ndim)
+        transform = partial(getattr(torch.fft, name), n=size, dim=along_dim, norm=norm)
+        x = whole_along(transform, x, along_dim)
     return x
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longshard.context.execution.build import Execution, build_execution
+from longshard.context.execution.build import build_execution
 from longshard.context.execution.kernels.base import BackwardInputs, Terms
 from longshard.context.execution.kernels.choose import KernelNeeds
 from longshard.context.planning.mask import full
@@ -46,26 +46,24 @@ def _attention(
     attn_mask: in any form that torch takes. With dropout, the weights are computed explicitly.
     """
     inputs = query, key, value, attn_mask
+    options = _Options(is_causal, scale, enable_gqa)
     if not dropout_p and not any(map(is_sharded, inputs)):
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        return wrapped(function(*unwrapped(inputs), **options))
+        return wrapped(function(*unwrapped(inputs), **options._asdict()))
     q, k, v = (gather(wrapped(t), [t.ndim - 1]) for t in inputs[:3])
     is_repeated = dropout_p or q.ndim - 3 in q.domain.axes
     if enable_gqa and (is_repeated or k.shape[-3] != v.shape[-3]):
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
-        enable_gqa = False
-    q, k, v = _broadcast(q, k, v, shares=enable_gqa)
+        options = options._replace(enable_gqa=False)
+    q, k, v = _broadcast(q, k, v, shares=options.enable_gqa)
     if dropout_p:  # drawn by the place in the whole tensor, also for tensors that are whole
-        weights = _weights(q, k, attn_mask, is_causal=is_causal, scale=scale)
-        return F.dropout(weights, dropout_p) @ v
-    options = _Options(is_causal, scale, enable_gqa)
+        return F.dropout(_weights(q, k, attn_mask, options), dropout_p) @ v
     return _attended(function, q, k, v, attn_mask, options)
 
 
 class _Options(NamedTuple):
     is_causal: bool
-    scale: float | None
-    enable_gqa: bool
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 def _attended(
@@ -92,16 +90,16 @@ def _attended(
     keys = Domain(other_axes.axes | {rows: key_axis}) if is_ring else other_axes
     q_local = own_part(q, domain, q.shape)
     both = gather(both, [dim for dim in both.domain.axes if dim not in keys.axes])
-    local = own_part(both, keys, torch.Size([*q.shape[:-2], *both.shape[-2:]]))
+    local = own_part(both, keys, (*q.shape[:-2], *both.shape[-2:]))
     parts = local.split([k.shape[-1], v.shape[-1]], -1)
     if is_ring:
         axes = domain.axes[rows], key_axis
         out = DomainTensor(_over_ranks(q_local, *parts, axes=axes, options=options), domain)
         return gather(out, [rows]) if is_whole else out
-    mask = _seen(attn_mask, q, k.shape[-2], is_causal=options.is_causal)
+    mask = _seen(attn_mask, q, k, options)
     mask = None if mask is None else _rows_of_mask(mask, q)
     if q_local.numel():
-        score_options = {"scale": options.scale, "enable_gqa": options.enable_gqa}
+        score_options = options._replace(is_causal=False)._asdict()
         out = function(q_local, *parts, attn_mask=mask, **score_options)
     else:
         float_masks = [] if mask is None or not mask.is_floating_point() else [mask]
@@ -121,18 +119,14 @@ def _broadcast(
     q, k, v = (t[(None,) * (rows + 2 - t.ndim)] if t.ndim < rows + 2 else t for t in (q, k, v))
     batch = rows - shares  # heads that share keys are not broadcast
     kv_sizes = torch.broadcast_shapes(k.shape[:batch], v.shape[:batch])
-    k, v = (
-        t if t.shape[:batch] == kv_sizes else t.expand(*kv_sizes, *t.shape[batch:])
-        for t in (k, v)
-    )
-    before = [*torch.broadcast_shapes(q.shape[:batch], kv_sizes), *q.shape[batch:-2]]
-    return q if [*q.shape[:-2]] == before else q.expand(*before, *q.shape[-2:]), k, v
+    k, v = (t.expand(*kv_sizes, *t.shape[batch:]) for t in (k, v))
+    return q.expand(*torch.broadcast_shapes(q.shape[:batch], kv_sizes), *q.shape[batch:]), k, v
 
 
 def _rows_of_mask(mask: Any, q: DomainTensor) -> Tensor:
     """Return the rows of a mask that belong to this rank's queries."""
     before = q.ndim - mask.ndim
-    shape = torch.Size([*q.shape[:before], *mask.shape])
+    shape = *q.shape[:before], *mask.shape
     axes = {
         dim: axis
         for dim, axis in q.domain.axes.items()
@@ -141,24 +135,18 @@ def _rows_of_mask(mask: Any, q: DomainTensor) -> Tensor:
     return own_part(mask, Domain(axes), shape)
 
 
-def _seen(mask: Any, q: DomainTensor, keys: int, *, is_causal: bool) -> Any:
+def _seen(mask: Any, q: DomainTensor, k: DomainTensor, options: _Options) -> Any:
     """Return the mask; if there is none and attention is causal, a causal mask."""
-    if mask is not None or not is_causal:
+    if mask is not None or not options.is_causal:
         return mask
-    return torch.ones(q.shape[-2], keys, dtype=torch.bool, device=q.device).tril()
+    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
 
 
-def _weights(
-    q: DomainTensor,
-    k: DomainTensor,
-    mask: Any,
-    *,
-    is_causal: bool,
-    scale: float | None,
-) -> DomainTensor:
+def _weights(q: DomainTensor, k: DomainTensor, mask: Any, options: _Options) -> DomainTensor:
     """Return the softmax of the masked products of queries and keys: (B, H, S, S of keys)."""
-    scores = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
-    if (mask := _seen(mask, q, k.shape[-2], is_causal=is_causal)) is not None:
+    scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+    scores = (q * scale) @ k.mT
+    if (mask := _seen(mask, q, k, options)) is not None:
         scores = (
             scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         )
@@ -201,14 +189,7 @@ class _Attention(torch.autograd.Function):
     """Context-parallel attention of (B, H, S, D). Forward and backward are collectives."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        run: Execution,
-        scale: float,
-    ) -> Tensor:
+    def forward(ctx, q, k, v, run, scale):
         out, lse = run.forward(q, k, v, terms=Terms(scale))
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.run, ctx.scale = run, scale
@@ -216,7 +197,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dout):
         dq, dk, dv, *_ = ctx.run.backward(
             BackwardInputs(dout, *ctx.saved_tensors), Terms(ctx.scale)
         )
@@ -254,7 +235,7 @@ def _multi_head_attention(
     mask = _both_masks(options, q, (options.bias_k is not None) + options.add_zero_attn)
     is_causal = options.is_causal and mask is None
     if options.need_weights:
-        seen = F.dropout(_weights(q, k, mask, is_causal=is_causal, scale=None), share)
+        seen = F.dropout(_weights(q, k, mask, _Options(is_causal)), share)
         out = seen @ v
         seen = seen.mean(-3) if options.average_attn_weights else seen
     else:
@@ -270,7 +251,7 @@ def _with_extras(t: DomainTensor, static: Any, bias: Any, *, zero: bool) -> Doma
     t = t if static is None else wrapped(static).view(*t.shape[:-2], *static.shape[-2:])
     shape = *t.shape[:-2], 1, t.shape[-1]
     extras = [] if bias is None else [bias.view(t.shape[-3], 1, -1).expand(shape)]
-    extras += [torch.zeros(shape, dtype=t.dtype, device=t.device)] * zero
+    extras += [t.new_zeros(shape)] * zero
     return torch.cat([t, *extras], -2) if extras else t
 
 

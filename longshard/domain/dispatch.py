@@ -56,6 +56,10 @@ class DomainOperatorError(TypeError):
     """A function of torch was called along a sharded axis, and there is no rule for it."""
 
 
+class Unhandled(DomainOperatorError):
+    """Why a rule does not handle a call; `call` says which call it was."""
+
+
 def rule(
     *names: str, first_only: bool = False, by_element: bool = False, draws: bool = False
 ) -> Callable[[Rule], Rule]:
@@ -296,11 +300,9 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
             x,
             "it has no rule for sharded axes" if registered is None else "the argument `out`",
         )
-    stale = None
-    if not torch.compiler.is_compiling():
-        stale = next((x for x in tensors if x.base and x.base.has_changed()), None)
-    if stale is not None:
-        raise refused(name, stale, f"{VIEW}, and that tensor was changed in place since")
+    for other in () if torch.compiler.is_compiling() else tensors:
+        if other.base and other.base.has_changed():
+            raise refused(name, other, f"{VIEW}, and that tensor was changed in place since")
     if "axis" in kwargs:  # torch accepts both names of the first two arguments
         kwargs["dim"] = kwargs.pop("axis")
     args = (kwargs.pop("input"), *args) if "input" in kwargs else args
@@ -308,7 +310,10 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
     seen = None
     if not (is_simple or is_parallel):
         seen = whole.results(function, args, kwargs, (Tensor, DomainTensor))
-    result = registered.function(function, *args, **kwargs)
+    try:
+        result = registered.function(function, *args, **kwargs)
+    except Unhandled as why:
+        raise refused(name, x, str(why)) from None
     if seen is not None:
         # The order of memory is not kept.
         has_format = any(isinstance(leaf, torch.memory_format) for leaf in leaves)
@@ -357,20 +362,18 @@ def refused(name: str, x: DomainTensor, why: str) -> DomainOperatorError:
     )
 
 
-def refuse_unless(condition: bool, function: Callable, x: DomainTensor, why: str) -> None:
-    """Raise the error of a call that is not handled, unless a condition holds.
+def refuse_unless(condition: bool, why: str) -> None:
+    """Raise the reason why a rule does not handle its call, unless a condition holds.
 
     Args:
         condition: The condition.
-        function: The function.
-        x: A sharded tensor among its arguments, any shape.
         why: The reason.
 
     Raises:
-        DomainOperatorError: The condition does not hold.
+        Unhandled: The condition does not hold.
     """
     if not condition:
-        raise refused(function.__name__, x, why)
+        raise Unhandled(why)
 
 
 def wrapped(result: Any, domain: Domain = WHOLE) -> Any:

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 from longshard.sharding.exchange import all_gather
 from longshard.sharding.layout import AxisLayout, sized
@@ -26,9 +25,7 @@ from longshard.sharding.rows import Axis
 __all__ = ["Axis", "Domain", "balanced", "gathered", "sized"]
 
 
-def gathered(
-    rows: int, group: dist.ProcessGroup, device: torch.device | str = "cpu"
-) -> AxisLayout:
+def gathered(rows: int, group: ProcessGroup, device: torch.device | str = "cpu") -> AxisLayout:
     """Return the layout in which each rank owns the next `rows` rows; a collective.
 
     Args:
@@ -83,8 +80,6 @@ class Domain:
         Args:
             layouts: Dimension to its new layout.
         """
-        if all(layouts.get(d, axis.layout) is axis.layout for d, axis in self.axes.items()):
-            return self
         return Domain(
             {d: Axis(layouts.get(d, axis.layout), axis.group) for d, axis in self.axes.items()}
         )

@@ -63,36 +63,33 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
     shape = x.shape if is_alone else torch.broadcast_shapes(*(x.shape for x in operands))
     domain = x.domain if is_alone else common_domain(operands, shape)
     is_in_place = function.__name__ in _IN_PLACE or kwargs.get("inplace", False)
-    shown = next(filter(is_sharded, operands), x)
     if is_in_place:
         has_axes = isinstance(x, DomainTensor) and x.domain.axes.keys() == domain.axes.keys()
         why = "it changes a tensor that has not the result's axes"
-        refuse_unless(has_axes and x.shape == shape, function, shown, why)
-        refuse_unless(x.base is None, function, x, f"{VIEW}; change a `clone` of it")
+        refuse_unless(has_axes and x.shape == shape, why)
+        refuse_unless(x.base is None, f"{VIEW}; change a `clone` of it")
 
     def own(x: Any) -> Any:
         return own_part(x, domain, shape) if isinstance(x, AnyTensor) else x
 
     result = function(*map(own, args), **{name: own(x) for name, x in kwargs.items()})
     fits = getattr(result, "shape", None) == domain.local_shape(shape)
-    refuse_unless(fits, function, shown, "its result has another shape than its operands")
+    refuse_unless(fits, "its result has another shape than its operands")
     return x if is_in_place else wrapped(result, domain)
 
 
 @rule("prelu", first_only=True)
-def _prelu(function: Callable, x: DomainTensor, weight: Tensor) -> DomainTensor:
+def _prelu(function, x, weight) -> DomainTensor:
     """Apply F.prelu. weight: one number, or one for each channel, dimension 1, which is whole."""
-    refuse_unless(
-        weight.numel() == 1 or 1 not in x.domain.axes, function, x, "sharded channels"
-    )
+    refuse_unless(weight.numel() == 1 or 1 not in x.domain.axes, "sharded channels")
     return DomainTensor(function(x.local, weight), x.domain)
 
 
 @rule("view_as_real", "view_as_complex")
-def _complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
+def _complex_view(function, x) -> DomainTensor:
     is_real = function.__name__ == "view_as_real"
     is_whole = x.ndim - 1 not in x.domain.axes
-    refuse_unless(is_real or is_whole, function, x, "sharded parts")
+    refuse_unless(is_real or is_whole, "sharded parts")
     # torch refuses the backward of an empty tensor
     if is_real and not x.local.numel():
         return DomainTensor(torch.stack([x.local.real, x.local.imag], -1), x.domain)
@@ -100,19 +97,19 @@ def _complex_view(function: Callable, x: DomainTensor) -> DomainTensor:
 
 
 @rule("contiguous")
-def _contiguous(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+def _contiguous(function, x, *args, **kwargs) -> DomainTensor:
     return DomainTensor(x.local.contiguous(*args, **kwargs), x.domain)
 
 
 @rule("to", "type", "type_as", by_element=True)
-def _converted(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _converted(function, x, *args, **kwargs) -> Any:
     """Convert the shard; another tensor among the arguments gives only its type."""
     result = function(unwrapped(x), *unwrapped(args), **unwrapped(kwargs))
     return wrapped(result, x.domain) if isinstance(x, DomainTensor) else result
 
 
 def common_domain(
-    operands: Sequence, shape: torch.Size, *, except_dim: int | None = None
+    operands: Sequence, shape: Sequence[int], *, except_dim: int | None = None
 ) -> Domain:
     """Return the domain of a result: each dimension has the layout of the first operand that is sharded there.
 
@@ -134,7 +131,7 @@ def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
     Args:
         parts: Dimension to its axis, for each part.
     """
-    axes: dict[int, Axis] = {}
+    axes = {}
     for part in parts:
         for dim, axis in part.items():
             if dim not in axes and not shares_ranks(axis, axes.values()):
@@ -170,12 +167,7 @@ def own_part(x: AnyTensor, domain: Domain, shape: Sequence[int]) -> Tensor:
             d for d, a in own_axes.items() if a.group is axis.group and d not in x.domain.axes
         ]
         x = move(x, dim, there[0], own_axes[there[0]].layout) if there else gather(x, [dim])
-    other = {
-        d: own_axes[d].layout
-        for d, a in x.domain.axes.items()
-        if a.layout.ranges != own_axes[d].layout.ranges
-    }
-    local = reshard(x, other).local
+    local = reshard(x, {dim: own_axes[dim].layout for dim in x.domain.axes}).local
     for dim, axis in own_axes.items():
         if dim not in x.domain.axes:
             local = shard(local, axis.layout, dim, group=axis.group)

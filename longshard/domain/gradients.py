@@ -6,13 +6,13 @@ of their mesh or group; this module computes it over the other ranks.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,9 +28,7 @@ _BUCKET = 2**24
 
 
 @rule("grad", by_element=True)
-def _gradient(
-    function: Callable, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
-) -> tuple[Any, ...]:
+def _gradient(function, outputs, inputs, grad_outputs=None, **kwargs) -> tuple[Any, ...]:
     """Compute torch.autograd.grad: the gradients of one process, of sharded and whole inputs; differentiable.
 
     An output or input must be sharded. Every rank of the domain must use whole tensors in the same way.
@@ -41,28 +39,28 @@ def _gradient(
         if isinstance(grad_outputs, Sequence)
         else [grad_outputs] * len(outputs)
     )
-    tensors = [t for t in (*outputs, *inputs) if isinstance(t, DomainTensor)]
-    groups = {id(axis.group): axis.group for t in tensors for axis in t.domain.axes.values()}
 
-    def lacking(x: Any) -> list[dist.ProcessGroup]:
-        own = (
-            [axis.group for axis in x.domain.axes.values()]
-            if isinstance(x, DomainTensor)
-            else []
-        )
-        return [group for group in groups.values() if all(group is not other for other in own)]
+    def groups_of(tensors: Sequence) -> dict[int, ProcessGroup]:
+        axes = [axis for x in wrapped(tensors) for axis in x.domain.axes.values()]
+        return {id(axis.group): axis.group for axis in axes}
+
+    groups = groups_of([*outputs, *inputs])
+
+    def lacking(x: Any) -> list[ProcessGroup]:
+        own = groups_of([x])
+        return [group for number, group in groups.items() if number not in own]
 
     shares = []
-    for y, seed in zip(outputs, seeds, strict=True):
+    for y, seed in zip(wrapped(outputs), seeds, strict=True):
         if seed is None and y.shape.numel() != 1:
             raise RuntimeError(
                 f"an output of shape {tuple(y.shape)} is not a single number; give `grad_outputs` for it"
             )
-        seed = torch.ones((), dtype=y.dtype, device=y.device) if seed is None else seed
-        own = own_part(seed, y.domain, y.shape) if isinstance(y, DomainTensor) else seed
+        seed = y.local.new_ones(()) if seed is None else seed
+        own = own_part(seed, y.domain, y.shape)
         # the share of each rank in an output that all ranks compute
         copies = math.prod(group.size() for group in lacking(y))
-        shares.append(own.expand(unwrapped(y).shape) / copies)
+        shares.append(own.expand(y.local.shape) / copies)
     results = []
     for x, part in zip(
         inputs, function(unwrapped(outputs), unwrapped(inputs), shares, **kwargs), strict=True
@@ -110,7 +108,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
     """Return the ranks over which wrappers average the gradients of parameters."""
-    averaged: dict[nn.Parameter, set[int]] = {}
+    averaged = {}
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError(
@@ -132,7 +130,7 @@ def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
     return averaged
 
 
-def _average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def _average(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
     """Average gradients over a group, in float32 at least. If a rank has no gradient and others have, it has zeros."""
     device = local_part(parameters[0]).device
     has = torch.tensor(
@@ -154,7 +152,7 @@ def _average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> No
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield tensors of one type in runs of limited size."""
-    bucket: list[Tensor] = []
+    bucket = []
     for x in tensors:
         if bucket and (
             x.dtype != bucket[0].dtype or sum(map(torch.numel, bucket)) + x.numel() > _BUCKET

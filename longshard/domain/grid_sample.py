@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from longshard.domain.dispatch import DomainTensor, is_sharded, refuse_unless, rule, wrapped
+from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
 from longshard.domain.domain import Axis, Domain, balanced, shares_ranks
 from longshard.domain.elementwise import merged, own_part
 from longshard.domain.indexing import rows_by_number
@@ -20,11 +20,8 @@ def _grid_sample(
     A rank asks for the rows of x from the first to the last row that its part of the grid reads; columns are gathered.
     """
     x, grid = (wrapped(t) for t in (x, grid))
-    shown = x if is_sharded(x) else grid
     refuse_unless(
         x.ndim == 4 and padding_mode != "reflection",
-        function,
-        shown,
         "volumes, and padding by reflection",
     )
     # dimension of the grid -> dimension of the result

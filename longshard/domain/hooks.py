@@ -29,7 +29,7 @@ class _DomainBackwardHook(BackwardHook):
         user_hooks: Sequence[Callable],
         user_pre_hooks: Sequence[Callable],
     ):
-        self.domains: dict[str, list[Domain | None]] = {}
+        self.domains = {}
         hooks = [self._on_shards(hook, "inputs", "outputs") for hook in user_hooks]
         super().__init__(
             module, hooks, [self._on_shards(hook, "outputs") for hook in user_pre_hooks]

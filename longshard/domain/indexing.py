@@ -89,7 +89,7 @@ def _index_add(function, x, dim, index, source, *, alpha=1) -> Any:
 @rule("scatter_add", "scatter_add_")
 def _scatter_add(function, x, dim, index, src) -> Any:
     """Add rows. index: one number for each row, expanded over the other dimensions, as graph layers have it."""
-    number = _row_numbers(function, x, dim, index, src)
+    number = _row_numbers(x, dim, index, src)
     return getattr(x, function.__name__.replace("scatter", "index"))(dim, number, src)
 
 
@@ -97,7 +97,7 @@ def _scatter_add(function, x, dim, index, src) -> Any:
 def _scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) -> DomainTensor:
     """Reduce rows. index: as for `scatter_add`. reduce: sum, mean, prod, amax, amin. Equal extremes share gradients."""
     dim %= x.ndim
-    number = _row_numbers(function, x, dim, index, src)
+    number = _row_numbers(x, dim, index, src)
     axis = wrapped(src).domain.axes.get(dim)
     if axis is not None and not is_sharded(number):
         number = _divided(number, axis)
@@ -129,7 +129,7 @@ def _scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) 
     return extreme + (mean - mean.detach())
 
 
-def _row_numbers(function, x: Any, dim: int, index: AnyTensor, src: Any) -> AnyTensor:
+def _row_numbers(x: Any, dim: int, index: AnyTensor, src: Any) -> AnyTensor:
     """Collapse an index that is expanded over the other dimensions to one number per row, 1-D."""
     local = unwrapped(index)
     dim %= x.ndim
@@ -137,11 +137,8 @@ def _row_numbers(function, x: Any, dim: int, index: AnyTensor, src: Any) -> AnyT
     # decided by the domain, so that every rank decides alike
     is_whole = not is_sharded(index) or [*index.domain.axes] == [dim]
     same = is_whole and all(local.stride(d) == 0 or local.shape[d] == 1 for d in others)
-    shown = next(t for t in (x, index, src) if is_sharded(t))
     refuse_unless(
         same and src.shape == index.shape,
-        function,
-        shown,
         "numbers that differ along other dimensions; expand them",
     )
     for d in reversed(others):
@@ -197,23 +194,21 @@ def _take_along(function, x, index, dim) -> DomainTensor:
     x, index = (wrapped(t) for t in (x, index))
     dim %= x.ndim
     x = gather(x, [dim])
-    shape = torch.Size(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
+    shape = tuple(index.shape[d] if d == dim else n for d, n in enumerate(x.shape))
     refuse_unless(
         shape == index.shape,
-        function,
-        x if is_sharded(x) else index,
         "numbers of some rows only",
     )
     domain = common_domain([index, x], shape, except_dim=dim)
-    rows = own_part(x, domain.without(dim), torch.Size(x.shape))
+    rows = own_part(x, domain.without(dim), x.shape)
     return DomainTensor(torch.gather(rows, dim, own_part(index, domain, shape)), domain)
 
 
 @rule("embedding", "one_hot", first_only=True)
-def _looked_up(function, x, *args: Any, **kwargs: Any) -> DomainTensor:
+def _looked_up(function, x, *args, **kwargs) -> DomainTensor:
     """Look up sharded numbers. The table of an embedding is whole."""
     known = function.__name__ == "embedding" or (args or [kwargs.get("num_classes", -1)])[0] > 0
-    refuse_unless(known, function, x, "a number of classes that depends on data")
+    refuse_unless(known, "a number of classes that depends on data")
     return DomainTensor(function(x.local, *args, **kwargs), x.domain)
 
 
@@ -249,7 +244,7 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
         y = y.movedim(dims, [*range(len(dims))])
         dims = [0]
     dim = dims[0]
-    places_of = torch.zeros((), dtype=torch.int64, device=x.device)
+    places_of = x.local.new_zeros((), dtype=torch.int64)
     for size, numbers in zip(
         y.shape[dim:], tensors, strict=False
     ):  # numbers in the flattened dimensions

@@ -1,6 +1,6 @@
 """The rule of interpolation. Its outputs mix the rows around their positions."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +37,8 @@ def _interpolate(
         and not recompute_scale_factor
         and not antialias
     )
-    refuse_unless(is_known, function, x, f"mode {mode!r}, or an option")
-    dims = spatial_dims(function, x, x.ndim - 2)
+    refuse_unless(is_known, f"mode {mode!r}, or an option")
+    dims = spatial_dims(x, x.ndim - 2)
     factors = [None] * len(dims)
     if scale_factor is not None:
         factors = [float(factor) for factor in per_axis(scale_factor, dims)]
@@ -59,9 +59,7 @@ def _interpolate(
             part = _mixed(part, dim, tile, sources[dim])
         return part
 
-    return slide(
-        x, {dim: partial(_plan, sources=each) for dim, each in sources.items()}, compute
-    )
+    return slide(x, _plan, sources, compute)
 
 
 Sources = tuple[tuple[int, int, float], ...]

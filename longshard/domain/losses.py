@@ -24,10 +24,8 @@ poisson_nll_loss soft_margin_loss
 
 
 @rule(*_BY_ELEMENT.split())
-def _by_element(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
-    options, reduction, weight = _arguments(
-        function, x if is_sharded(x) else target, x, target, *args, **kwargs
-    )
+def _by_element(function, x, target, *args, **kwargs) -> DomainTensor:
+    options, reduction, weight = _arguments(function, x, target, *args, **kwargs)
     each = elementwise(function, x, target, reduction="none", **options)
     each = each if weight is None else each * weight
     if reduction == "batchmean":
@@ -46,7 +44,7 @@ def _gaussian_loss(
     function, x, target, var, full=False, eps=1e-6, reduction="mean"
 ) -> DomainTensor:
     """Compute the loss. The variance is at least eps; its gradient ignores this bound."""
-    refuse_unless(reduction in ("none", "mean", "sum"), function, x, f"reduction {reduction!r}")
+    refuse_unless(reduction in ("none", "mean", "sum"), f"reduction {reduction!r}")
     var = var if isinstance(var, AnyTensor) else torch.full_like(x, var)
     var = var.unsqueeze(-1) if var.ndim < x.ndim else var
     var = var + (var.clamp(min=eps) - var).detach()
@@ -57,20 +55,19 @@ def _gaussian_loss(
 
 
 @rule("cross_entropy", "nll_loss")
-def _class_loss(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
+def _class_loss(function, x, target, *args, **kwargs) -> DomainTensor:
     """Compute the loss of x, (N, C, ...), whose classes are whole.
 
     target: (N, ...), or probabilities (N, C, ...). weight: (C,), a plain tensor.
     """
-    shown = x if is_sharded(x) else target
-    options, reduction, weight = _arguments(function, shown, x, target, *args, **kwargs)
+    options, reduction, weight = _arguments(function, x, target, *args, **kwargs)
     classes = min(x.ndim - 1, 1)
     has_labels = target.ndim < x.ndim
-    refuse_unless(not is_sharded(weight), function, shown, "weights that are sharded")
+    refuse_unless(not is_sharded(weight), "weights that are sharded")
     axes = [wrapped(t).domain for t in (x, target)]
     axes[1] = axes[1].moved(1, first=classes) if has_labels else axes[1]
     domain = merged(each.axes for each in axes)
-    refuse_unless(classes not in domain.axes, function, shown, "sharded classes")
+    refuse_unless(classes not in domain.axes, "sharded classes")
     result = domain.reduced([classes], keepdim=False)
     labels = own_part(target, result if has_labels else domain, target.shape)
     local = function(
@@ -87,8 +84,8 @@ def _class_loss(function, x, target, *args: Any, **kwargs: Any) -> DomainTensor:
 
 
 def _arguments(
-    function: Callable, shown: DomainTensor, *args: Any, **kwargs: Any
-) -> tuple[dict[str, Any], str, torch.Tensor | None]:
+    function: Callable, *args: Any, **kwargs: Any
+) -> tuple[dict, str, torch.Tensor | None]:
     """Return the arguments of a loss after input and target, its reduction, and its weights."""
     options = dict([*signature(function).bind(*args, **kwargs).arguments.items()][2:])
     reduction = options.pop("reduction", "mean")
@@ -98,5 +95,5 @@ def _arguments(
     )
     known = ("none", "mean", "sum", *["batchmean"][: function.__name__ == "kl_div"])
     why = "`reduce`, `size_average`, or a reduction that is none of " + ", ".join(known)
-    refuse_unless(not old and reduction in known, function, shown, why)
+    refuse_unless(not old and reduction in known, why)
     return options, reduction, weight

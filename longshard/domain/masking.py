@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from longshard.domain.dispatch import AnyTensor, DomainTensor, refused, rule, unwrapped, wrapped
+from longshard.domain.dispatch import (
+    AnyTensor,
+    DomainTensor,
+    Unhandled,
+    rule,
+    unwrapped,
+    wrapped,
+)
 from longshard.domain.domain import Axis, Domain
 from longshard.domain.elementwise import merged, own_part
 from longshard.sharding.exchange import all_reduce
@@ -67,18 +74,16 @@ def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
     own = own_part(mask, x.domain.without(*range(dims, x.ndim)), mask.shape)
     if isinstance(value, AnyTensor):
         domain = x.domain.reduced(range(dims), keepdim=False).moved(1)
-        shape = torch.Size([1, *x.shape[dims:]])
+        shape = 1, *x.shape[dims:]
         if value.ndim == len(shape) and value.shape[0] != 1:
             cut = [d for d in x.domain.axes if d < dims]
             if len(cut) > 1:
-                raise refused(
-                    "__setitem__",
-                    x,
-                    "rows for a mask of several sharded dimensions; use torch.where",
+                raise Unhandled(
+                    "rows for a mask of several sharded dimensions; use torch.where"
                 )
             shown = by_mask(x.detach(), mask)
             domain = shown.domain
-            shape = torch.Size(shown.shape)
+            shape = shown.shape
             if value.shape[0] != shape[0]:
                 raise IndexError(f"a mask that shows {shape[0]} rows got {value.shape[0]} rows")
         value = own_part(value, domain, shape)

@@ -25,7 +25,13 @@ from torch.func import functional_call
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longshard.domain.dispatch import DomainOperatorError, is_sharded, map_tensors
+from longshard.domain.dispatch import (
+    DomainOperatorError,
+    Unhandled,
+    is_sharded,
+    map_tensors,
+    refused,
+)
 from longshard.domain.neighborhood import neighborhood_attention
 from longshard.domain.tensor import DomainTensor
 from longshard.domain.whole import flat
@@ -41,7 +47,10 @@ class _CircularConv:
             return super().forward(x)
         function = getattr(F, f"conv{self.weight.ndim - 2}d")
         options = (self.stride, self.padding, self.dilation, self.groups)
-        return conv(function, x, self.weight, self.bias, *options, periodic=True)
+        try:
+            return conv(function, x, self.weight, self.bias, *options, periodic=True)
+        except Unhandled as why:
+            raise refused(function.__name__, x, str(why)) from None
 
 
 _CIRCULAR = {
@@ -134,7 +143,7 @@ def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def _names_in_errors(model: nn.Module) -> Iterator[None]:
     """Add the name of the innermost running module to an error that is raised inside."""
-    running: list[str] = []
+    running = []
     hooks = []
 
     def entered(module: nn.Module, args: tuple, kwargs: dict, name: str) -> None:
@@ -237,7 +246,7 @@ class _Draws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.names = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -247,15 +256,12 @@ class _Draws(TorchDispatchMode):
 
 def _are_equal(said: bytes, tensors: Iterable[DomainTensor]) -> bool:
     """Return whether all ranks of the domains pass the same bytes; if not, every rank gets False."""
-    axes = [axis for x in tensors for axis in x.domain.axes.values()]
     number = int.from_bytes(hashlib.sha256(said).digest()[:7]) + 1
-    groups = {id(axis.group): axis.group for axis in axes}.values()
-    for group in filter(has_peers, groups):
+    groups = {id(axis.group): axis.group for x in tensors for axis in x.domain.axes.values()}
+    for group in filter(has_peers, groups.values()):
         is_gloo = "gloo" in dist.get_backend(group)
         device = "cpu" if is_gloo else torch.accelerator.current_accelerator()
-        if (
-            len(set(all_gather(torch.tensor([number], device=device), group).view(-1).tolist()))
-            > 1
-        ):
+        numbers = all_gather(torch.tensor([number], device=device), group)
+        if numbers.unique().numel() > 1:
             number = 0  # the ranks along the next axis see it, too
     return number > 0

@@ -81,14 +81,10 @@ def neighborhood_attention(
     """
     tensors = [x for x in (q, k, v) if isinstance(x, DomainTensor)]
     shape = q.shape
-    _check_shapes(q, k, v)
-    domain = common_domain(tensors, shape)
+    domain = _checked_domain(q, k, v)
     dims = range(1, q.ndim - 2)
-    _check_sharded(domain, dims)
     options = (per_axis(option, dims) for option in (kernel_size, dilation, stride, is_causal))
-    hoods: dict[int, Hood] = {
-        dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)
-    }
+    hoods = {dim: tuple(option) for dim, *option in zip(dims, *options, strict=True)}
     for dim, hood in hoods.items():
         _check_fit(hood, shape[dim], dim)
     q, k, v = (own_part(x, domain, x.shape) for x in (q, k, v))
@@ -116,7 +112,7 @@ def _with_neighbors(
 
     One exchange for each sharded dimension of `hoods`. shape: of the whole queries.
     """
-    keys: dict[int, Ranges] = {dim: ((0, shape[dim]),) for dim in hoods}
+    keys = {dim: ((0, shape[dim]),) for dim in hoods}
     sharded = [dim for dim in hoods if dim in domain.axes]
     if not sharded:
         return k, v, keys
@@ -153,7 +149,8 @@ def _attend_axes(q: Tensor, k: Tensor, v: Tensor, axes: list, scale: float | Non
 # ---- Checks
 
 
-def _check_shapes(q: Any, k: Any, v: Any) -> None:
+def _checked_domain(q: Any, k: Any, v: Any) -> Domain:
+    """Check shapes and domains; return the domain of the result."""
     fits = (
         q.ndim == k.ndim == v.ndim in (4, 5, 6)
         and q.shape[:-2] == k.shape[:-2]
@@ -165,14 +162,13 @@ def _check_shapes(q: Any, k: Any, v: Any) -> None:
             "(batch, *spatial, heads, head dim) with one to three spatial dimensions. q and k must have the same head "
             "dim, and the number of heads of k and v must divide q's"
         )
-
-
-def _check_sharded(domain: Domain, spatial: range) -> None:
-    if any(dim > spatial[-1] for dim in domain.axes):
+    domain = common_domain((q, k, v), q.shape)
+    if any(dim > q.ndim - 3 for dim in domain.axes):
         raise ValueError(
             f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
             "must have whole; shard batch or spatial dimensions"
         )
+    return domain
 
 
 def _check_fit(hood: Hood, length: int, dim: int) -> None:

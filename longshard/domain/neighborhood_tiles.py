@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from longshard.sharding.ranges import Range, Ranges
+from longshard.sharding.ranges import Range, Ranges, Shards, Spans
 from longshard.sharding.tensors import planned
 
 Hood = tuple[int, int, int, bool]
@@ -91,7 +91,7 @@ def segments(ranges: Sequence[Range], length: int, hood: Neighborhood) -> Iterat
 
 
 @planned
-def wanted_rows(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ranges, ...]:
+def wanted_rows(owned: Shards, length: int, hood: Hood) -> Shards:
     """Return for each rank the rows that its queries see.
 
     Args:
@@ -110,6 +110,10 @@ def wanted_rows(owned: tuple[Ranges, ...], length: int, hood: Hood) -> tuple[Ran
     return tuple(wanted)
 
 
+Table = tuple[tuple[int, ...], ...]
+"""A row of places for each tile."""
+
+
 class Tiles(NamedTuple):
     """Tiles of an axis whose queries see keys in the same way.
 
@@ -119,9 +123,9 @@ class Tiles(NamedTuple):
         windows: For each query of a tile the keys [first, stop) that it sees, counted from the tile's first key.
     """
 
-    queries: tuple[tuple[int, ...], ...]
-    keys: tuple[tuple[int, ...], ...]
-    windows: tuple[Range, ...]
+    queries: Table
+    keys: Table
+    windows: Spans
 
 
 @planned
@@ -142,7 +146,7 @@ def tiles_of(
         The tiles.
     """
     hood = Neighborhood(*fields)
-    by_windows: dict[tuple[Range, ...], list[tuple[np.ndarray, np.ndarray]]] = {}
+    by_windows = {}
     for segment in segments(queries, length, hood):
         start, stop = segment.queries
         for first in range(start, stop, rows):
@@ -169,7 +173,7 @@ def tiles_of(
     return tuple(result)
 
 
-def _places(rows: Iterable[np.ndarray], held: Ranges) -> tuple[tuple[int, ...], ...]:
+def _places(rows: Iterable[np.ndarray], held: Ranges) -> Table:
     """Return the places of rows among the held rows."""
     present = np.concatenate([np.arange(*part, dtype=np.int64) for part in held])
     return tuple(tuple(np.searchsorted(present, each).tolist()) for each in rows)

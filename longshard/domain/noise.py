@@ -6,7 +6,6 @@ again. For a plain tensor, torch draws other numbers.
 """
 
 import math
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ def _dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
     With p = 0, or in evaluation, the result is x itself.
     """
     name = function.__name__
-    refuse_unless(0 <= p <= 1, function, x, f"a share of {p}")
+    refuse_unless(0 <= p <= 1, f"a share of {p}")
     if not training or p == 0:
         return x
     # each element of the first `dims` dimensions is drawn; the other dimensions share it
@@ -50,16 +49,14 @@ def _dropout(function, x, p=0.5, training=True, inplace=False) -> DomainTensor:
 
 
 @rule("rand_like", "randn_like", "randint_like", draws=True)
-def _random_like(
-    function, x, *bounds: int, dtype=None, generator=None, **named: Any
-) -> DomainTensor:
+def _random_like(function, x, *bounds, dtype=None, generator=None, **named) -> DomainTensor:
     """Return random numbers of the shape and domain of x.
 
     function: `rand_like`, `randn_like` or `randint_like`. bounds: high, or low and high, of `randint_like`, which may
     also come by name. A generator is refused. Other named arguments describe the memory of the result, and are not
     needed.
     """
-    _check(function, x, generator)
+    _check(generator)
     if "high" in named:
         bounds = (*(bounds or [named.get("low", 0)]), named["high"])
     dtype = dtype or x.dtype
@@ -75,16 +72,16 @@ def _random_like(
 
 @rule("bernoulli", draws=True)
 def _bernoulli(function, x, p=None, *, generator=None) -> DomainTensor:
-    _check(function, x, generator)
+    _check(generator)
     return (uniform(x, x.shape, torch.float64) < (x if p is None else p)).to(x.dtype)
 
 
 @rule("normal_", "uniform_", draws=True)
 def _drawn_in_place(
-    function, x, first=0.0, second=1.0, *, generator=None, **named: float
+    function, x, first=0.0, second=1.0, *, generator=None, **named
 ) -> DomainTensor:
     """Fill x in place: with a mean and a deviation, or between the bounds `from` and `to`."""
-    _check(function, x, generator)
+    _check(generator)
     first = named.get("mean", named.get("from", first))
     second = named.get("std", named.get("to", second))
     exact = wide_type(x.dtype)
@@ -93,11 +90,9 @@ def _drawn_in_place(
     return x.copy_(drawn * (second if is_normal else second - first) + first)
 
 
-def _check(function: Any, x: DomainTensor, generator: torch.Generator | None) -> None:
+def _check(generator: torch.Generator | None) -> None:
     refuse_unless(
         generator is None,
-        function,
-        x,
         "a generator, because its numbers would depend on the rank's shard",
     )
 
@@ -131,7 +126,7 @@ def uniform(x: DomainTensor, shape: tuple[int, ...], dtype: torch.dtype) -> Doma
     layouts = (layout_of(axes.get(dim), size) for dim, size in enumerate(shape))
     rows = [rows_on(layout, rank, x.device) for layout, rank in layouts]
     # the place of each row: the index over all dimensions before the last one
-    before = torch.zeros(1, dtype=torch.int64, device=x.device)
+    before = x.local.new_zeros(1, dtype=torch.int64)
     for size, own in zip(shape[:-1], rows[:-1], strict=True):
         before = (before.unsqueeze(-1) * size + own).reshape(-1)
     last, size = (rows[-1], shape[-1]) if shape else (before, 1)

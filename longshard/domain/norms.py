@@ -1,24 +1,22 @@
 """Rules of norms over sharded axes: each rank normalises its shard by the statistics of all ranks."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
-from longshard.domain.domain import Domain
-from longshard.domain.reductions import Moments, moments
+from longshard.domain.reductions import moments
 from longshard.sharding.tensors import wide_type
 
 
 @rule("group_norm", first_only=True)
 def _group_norm(function, x, num_groups, weight=None, bias=None, eps=1e-5) -> DomainTensor:
     """Normalise x, (N, C, *spatial). weight, bias: (C,), whole on every rank."""
-    _check_channels(function, x)
+    _check_channels(x)
     grouped = x.local.unflatten(1, (num_groups, -1))
     domain = x.domain.moved(1, first=2)
-    y, _ = _normed(grouped, domain, range(2, x.ndim + 1), Affine(weight, bias, eps, 2))
+    stats = moments(grouped, domain, range(2, x.ndim + 1), wide_type(x.dtype))
+    affine = _viewed((weight, bias), (1, num_groups, -1, *[1] * (x.ndim - 2)))
+    y = _scaled(grouped, stats.mean, stats.squares / stats.number, eps, affine)
     return DomainTensor(y.flatten(1, 2), x.domain)
 
 
@@ -34,9 +32,7 @@ def _instance_norm(
     momentum=0.1,
     eps=1e-5,
 ) -> DomainTensor:
-    refuse_unless(
-        use_input_stats and running_mean is None, function, x, "running statistics of instances"
-    )
+    refuse_unless(use_input_stats and running_mean is None, "running statistics of instances")
     return _group_norm(function, x, x.shape[1], weight, bias, eps)
 
 
@@ -53,18 +49,14 @@ def _batch_norm(
     eps=1e-5,
 ) -> DomainTensor:
     """Normalise x, (N, C, *spatial). In training the running statistics are updated in place, equally on every rank."""
-    _check_channels(function, x)
+    _check_channels(x)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    affine = _viewed((weight, bias), shape)
     if not training:
-        shape = [1, -1, *[1] * (x.ndim - 2)]
-        y = _scaled(
-            x.local,
-            running_mean.view(shape),
-            running_var.view(shape),
-            Affine(weight, bias, eps, 1),
-        )
-        return DomainTensor(y, x.domain)
-    dims = (0, *range(2, x.ndim))
-    y, stats = _normed(x.local, x.domain, dims, Affine(weight, bias, eps, 1))
+        mean, var = _viewed((running_mean, running_var), shape)
+        return DomainTensor(_scaled(x.local, mean, var, eps, affine), x.domain)
+    stats = moments(x.local, x.domain, (0, *range(2, x.ndim)), wide_type(x.dtype))
+    y = _scaled(x.local, stats.mean, stats.squares / stats.number, eps, affine)
     with torch.no_grad():
         for running, new in (
             (running_mean, stats.mean),
@@ -78,42 +70,25 @@ def _batch_norm(
 @rule("layer_norm", "rms_norm", first_only=True)
 def _last_norm(function, x, normalized_shape, *args, **kwargs) -> DomainTensor:
     is_whole = all(dim < x.ndim - len(normalized_shape) for dim in x.domain.axes)
-    refuse_unless(is_whole, function, x, "it normalises over a sharded dimension")
+    refuse_unless(is_whole, "it normalises over a sharded dimension")
     return DomainTensor(function(x.local, normalized_shape, *args, **kwargs), x.domain)
 
 
-def _check_channels(function: Callable, x: DomainTensor) -> None:
-    refuse_unless(1 not in x.domain.axes, function, x, "sharded channels")
+def _check_channels(x: DomainTensor) -> None:
+    refuse_unless(1 not in x.domain.axes, "sharded channels")
 
 
-class Affine(NamedTuple):
-    """The parameters of a norm.
-
-    Attributes:
-        weight: The factor of each channel, for the dimensions up to `channel`; None if absent.
-        bias: The bias, in the same shape; None if absent.
-        eps: Is added to the variance.
-        channel: The dimension of the channels in x.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    channel: int
+def _viewed(parameters: tuple, shape: tuple[int, ...]) -> list[Tensor | None]:
+    """Return parameters of channels in a shape that broadcasts with x; None if absent."""
+    return [
+        parameter if parameter is None else parameter.view(shape) for parameter in parameters
+    ]
 
 
-def _normed(
-    x: Tensor, domain: Domain, dims: Sequence[int], affine: Affine
-) -> tuple[Tensor, Moments]:
-    """Return the norm of x over `dims`, and the moments of all ranks."""
-    stats = moments(x, domain, dims, wide_type(x.dtype))
-    return _scaled(x, stats.mean, stats.squares / stats.number, affine), stats
-
-
-def _scaled(x: Tensor, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
-    """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass over x."""
-    weight, bias = (_broadcast(parameter, mean, affine.channel) for parameter in affine[:2])
-    scale = (var + affine.eps).rsqrt()
+def _scaled(x: Tensor, mean: Tensor, var: Tensor, eps: float, affine: list) -> Tensor:
+    """Return (x - mean) / sqrt(var + eps) * weight + bias in one pass over x. affine: weight and bias."""
+    weight, bias = affine
+    scale = (var + eps).rsqrt()
     shift = -mean * scale
     if weight is not None:
         scale = scale * weight
@@ -121,10 +96,3 @@ def _scaled(x: Tensor, mean: Tensor, var: Tensor, affine: Affine) -> Tensor:
     if bias is not None:
         shift = shift + bias
     return torch.addcmul(shift, x.to(scale.dtype), scale).to(x.dtype)
-
-
-def _broadcast(parameter: Tensor | None, mean: Tensor, channel: int) -> Tensor | None:
-    """Return the parameter of channels in a shape that broadcasts with x; None if absent."""
-    if parameter is None:
-        return None
-    return parameter.view(1, *mean.shape[1:channel], -1, *[1] * (mean.ndim - channel - 1))

@@ -45,7 +45,7 @@ def nearest(
             f"k = {k} must be from 1 to the {points.shape[0]} points; ask for fewer neighbours"
         )
     if not q.is_meta:
-        reach = torch.full((), torch.inf, dtype=q.dtype, device=q.device)
+        reach = q.new_full((), torch.inf)
         if len(p) >= k and len(q):
             reach = _search(q, p, numbers, k)[0].max()
         p, numbers = _with_halo(q, p, numbers, reach, axis)
@@ -73,7 +73,7 @@ def within(
     if not (radius > 0 and at_most > 0):
         raise ValueError(f"radius = {radius} and at_most = {at_most} must be positive")
     if not q.is_meta:
-        reach = torch.tensor(float(radius), dtype=q.dtype, device=q.device)
+        reach = q.new_full((), float(radius))
         p, numbers = _with_halo(q, p, numbers, reach, axis)
     distances, nearest_numbers = _search(q, p, numbers, at_most)
     exist = distances <= radius

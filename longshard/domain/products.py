@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from longshard.domain.dispatch import AnyTensor, DomainTensor, is_sharded, refuse_unless, rule
-from longshard.domain.domain import Axis, Domain, shares_ranks
+from longshard.domain.domain import Domain, shares_ranks
 from longshard.domain.elementwise import own_part
 from longshard.sharding.placement import added_up
 from longshard.sharding.tensors import wide_type
@@ -28,7 +28,6 @@ _DOTS = "ΑΒΓΔΕΖΗΘΙΚΛΜ"
 
 
 def contracted(
-    function: Callable,
     operands: Tensors,
     indices: Sequence[Sequence[Any]],
     result: Sequence[Any],
@@ -37,17 +36,16 @@ def contracted(
     """Return the sum of products of operands over all indices that the result lacks.
 
     Args:
-        function: The function of torch.
         operands: The operands, of any shape.
         indices: The names of the dimensions of each operand; a dimension of size 1 is broadcast.
         result: The names of the dimensions of the result.
         compute: Returns the sum of products of this rank's parts of the operands.
     """
-    sizes: dict[Any, int] = {}
+    sizes = {}
     for x, own in zip(operands, indices, strict=True):
         for index, size in zip(own, x.shape, strict=True):
             sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]
-    chosen: dict[Any, Axis] = {}
+    chosen = {}
     for index in dict.fromkeys([*result, *chain(*indices)]):
         for x, own in zip(operands, indices, strict=True):
             axis = (
@@ -62,7 +60,7 @@ def contracted(
         domain = Domain(
             {dim: chosen[index] for dim, index in enumerate(own) if index in chosen}
         )
-        parts.append(own_part(x, domain, torch.Size([sizes[index] for index in own])))
+        parts.append(own_part(x, domain, tuple(sizes[index] for index in own)))
     out = compute(*parts)
     for axis in (axis for index, axis in chosen.items() if index not in result):
         out = added_up(out.to(wide_type(out.dtype)), axis.group).to(out.dtype)
@@ -78,7 +76,7 @@ def _linear(function, x, weight, bias=None) -> DomainTensor:
     weight: plain, or tensor parallel, cut by outputs (x whole) or by inputs (x has this rank's features).
     """
     if x.ndim - 1 in x.domain.axes:
-        refuse_unless(not isinstance(weight, DTensor), function, x, "sharded features")
+        refuse_unless(not isinstance(weight, DTensor), "sharded features")
         out = _matmul(torch.matmul, x, weight.T)
         return out if bias is None else out + bias
     if not isinstance(weight, DTensor):
@@ -112,21 +110,18 @@ def _matmul(function, a, b) -> DomainTensor:
     columns = ["column"] * (b.ndim > 1)
     result = [*max(before, key=len), *rows, *columns]
     indices = [*before[0], *rows, "inner"], [*before[1], "inner", *columns]
-    return contracted(function, [a, b], indices, result, torch.matmul)
+    return contracted([a, b], indices, result, torch.matmul)
 
 
 @rule("cdist")
-def _distances(function, a, b, *args: Any, **kwargs: Any) -> DomainTensor:
+def _distances(function, a, b, *args, **kwargs) -> DomainTensor:
     """Compute the distances of a, (B, P, M), and b, (B, R, M). All dimensions except M may be sharded."""
     before = _batches(a, b)
     rows = [[*own, name, "inner"] for own, name in zip(before, ("row", "column"), strict=True)]
-    x = a if is_sharded(a) else b
     inner = any(is_sharded(t) and t.ndim - 1 in t.domain.axes for t in (a, b))
-    refuse_unless(not inner, function, x, "sharded coordinates")
+    refuse_unless(not inner, "sharded coordinates")
     result = [*max(before, key=len), "row", "column"]
-    return contracted(
-        function, [a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs)
-    )
+    return contracted([a, b], rows, result, lambda *parts: function(*parts, *args, **kwargs))
 
 
 @rule("addmm", "baddbmm")
@@ -135,7 +130,7 @@ def _added_product(function, x, a, b, *, beta=1, alpha=1) -> DomainTensor:
 
 
 @rule("einsum")
-def _einsum(function, equation: str, *operands) -> DomainTensor:
+def _einsum(function, equation, *operands) -> DomainTensor:
     """Compute the sum. Any index may be sharded that an operand has only once."""
     operands = (
         operands[0]
@@ -151,14 +146,11 @@ def _einsum(function, equation: str, *operands) -> DomainTensor:
         own.replace("...", _DOTS[len(_DOTS) - number :])
         for own, number in zip(letters, dots, strict=True)
     ]
-    x = next(filter(is_sharded, operands))
     refuse_unless(
         all(len({*own}) == len(own) for own in indices),
-        function,
-        x,
         "an index that a tensor has twice",
     )
     if not arrow:
         right = "..." + "".join(sorted(c for c in {*left} - {*",."} if left.count(c) == 1))
     result = right.replace("...", _DOTS[len(_DOTS) - max(dots) :])
-    return contracted(function, operands, indices, result, partial(torch.einsum, equation))
+    return contracted(operands, indices, result, partial(torch.einsum, equation))

@@ -22,13 +22,13 @@ from longshard.sharding.tensors import to_device, wide_type, with_adjoint
 
 @rule("sum", "mean")
 def _total(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
-    local = x.local if dtype is None else x.local.to(dtype)
+    local = x.local.to(dtype or x.dtype)
     dims = _dims(x, dim)
     # Floats are summed in float32 at least: in float16 a sum may overflow although the mean does not.
     result = local.sum(
         dims, keepdim=True, dtype=wide_type(local.dtype) if local.is_floating_point() else None
     )
-    for axis in _axes(x.domain, dims):
+    for axis in _axes(x, dims):
         result = added_up(result, axis.group)
     if function.__name__ == "mean":
         result = result / math.prod([x.shape[d] for d in dims])
@@ -51,7 +51,7 @@ def extreme(function, x, dim=None, keepdim=False) -> DomainTensor:
     sign = -1 if name in ("amin", "min") else 1
     dims = _dims(x, dim)
     signed = sign * (x.local if x.is_floating_point() else x.local.long())
-    top = _Max.apply(signed, dims, [axis.group for axis in _axes(x.domain, dims)])
+    top = _Max.apply(signed, dims, [axis.group for axis in _axes(x, dims)])
     return _reduced((sign * top).to(x.dtype), x, dims, keepdim)
 
 
@@ -92,7 +92,7 @@ def _product(function, x, dim=None, keepdim=False, dtype=None) -> DomainTensor:
     result = x.local.to(exact)
     for d in dims:
         result = result.prod(d, keepdim=True)
-        for axis in _axes(x.domain, [d]):
+        for axis in _axes(x, [d]):
             result = gathered(result, axis).prod(0)
     return _reduced(result, x, dims, keepdim)
 
@@ -117,15 +117,15 @@ def vector_norm(
     """
     p = named.pop("ord", p)
     order = 2.0 if p in (None, "fro") else p
-    refuse_unless(not isinstance(order, str) and order > 0, function, x, f"order {p!r}")
+    refuse_unless(not isinstance(order, str) and order > 0, f"order {p!r}")
     dims = _dims(x, dim)
-    local = x.local if dtype is None else x.local.to(dtype)
+    local = x.local.to(dtype or x.dtype)
     if order == torch.inf:
         return extreme(torch.amax, DomainTensor(local.abs(), x.domain), dims, keepdim)
     norm = torch.linalg.vector_norm(
         local, order, dims, keepdim=True, dtype=wide_type(local.dtype)
     )
-    for axis in _axes(x.domain, dims):
+    for axis in _axes(x, dims):
         norm = torch.linalg.vector_norm(gathered(norm, axis), order, 0)
     return _reduced(norm if local.is_complex() else norm.to(local.dtype), x, dims, keepdim)
 
@@ -136,8 +136,8 @@ def _dims(x: DomainTensor, dim: int | Sequence[int] | None) -> tuple[int, ...]:
     return tuple(sorted({d % x.ndim for d in asked}))
 
 
-def _axes(domain: Domain, dims: Iterable[int]) -> list[Axis]:
-    return [domain.axes[dim] for dim in dims if dim in domain.axes]
+def _axes(x: DomainTensor, dims: Iterable[int]) -> list[Axis]:
+    return [x.domain.axes[dim] for dim in dims if dim in x.domain.axes]
 
 
 def _reduced(

@@ -8,7 +8,7 @@ import torch
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule
 from longshard.domain.reductions import gathered
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.ranges import Range, Wanted
+from longshard.sharding.ranges import Spans, Wanted
 from longshard.sharding.rows import connected, fetch, layout_of
 from longshard.sharding.tensors import to_device, wide_type
 from longshard.sharding.windows import plan_outputs
@@ -38,9 +38,7 @@ def _flip(function, x, *args, dims=()) -> DomainTensor:
 @rule("roll")
 def _roll(function, x, shifts, dims=None) -> DomainTensor:
     """Roll. The layouts stay. A dimension may be named twice."""
-    refuse_unless(
-        dims is not None, function, x, "a roll of the flattened tensor; name the dimensions"
-    )
+    refuse_unless(dims is not None, "a roll of the flattened tensor; name the dimensions")
     local = x.local
     both = (value if isinstance(value, Sequence) else (value,) for value in (shifts, dims))
     for shift, dim in zip(*both, strict=True):
@@ -64,8 +62,6 @@ def _pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
     """
     refuse_unless(
         mode in _PAD_MODES,
-        function,
-        x,
         f"mode {mode!r}; use one of {', '.join(map(repr, _PAD_MODES))}",
     )
     local = x.local
@@ -113,9 +109,9 @@ def _padded(
     return plan.layout, tuple(wanted)
 
 
-def _as_ranges(rows: Iterable[int]) -> tuple[Range, ...]:
+def _as_ranges(rows: Iterable[int]) -> Spans:
     """Return rows in order as ranges."""
-    ranges: list[Range] = []
+    ranges = []
     for row in rows:
         if ranges and ranges[-1][1] == row:
             ranges[-1] = (ranges[-1][0], row + 1)

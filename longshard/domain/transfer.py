@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from longshard.domain.dispatch import DomainTensor
 from longshard.domain.domain import Axis, Domain
-from longshard.sharding.exchange import all_to_all
+from longshard.sharding.exchange import send_rows
 from longshard.sharding.layout import AxisLayout, sized
 from longshard.sharding.placement import places_on, rows_on, unshard
 from longshard.sharding.rows import fetch, layout_of
@@ -93,10 +93,8 @@ def _moved(x: Tensor, source: Axis, source_dim: int, target: Axis, target_dim: i
         shapes.append([*shape])
     sent = [part.numel() for part in parts]
     counts = [math.prod(arriving) for arriving in shapes]
-    arrived, pending = all_to_all(
-        torch.cat([p.reshape(-1) for p in parts]), sent, counts, source.group, kind="move"
-    )
-    pending.wait()
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    arrived = send_rows(flat, sent, counts, source.group, kind="move")
     pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
     return torch.cat(pieces, source_dim).index_select(
         source_dim, places_on(source.layout, x.device)
@@ -115,7 +113,7 @@ def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
     for dim, axis in x.domain.axes.items():
         if dim in dims:
             local = unshard(local, axis.layout, dim, group=axis.group)
-    return DomainTensor(local, x.domain.reduced(dims, keepdim=True))
+    return DomainTensor(local, x.domain.without(*dims))
 
 
 def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:

@@ -1,7 +1,7 @@
 """Rules of functions that only arrange elements: shapes, order of dimensions, slices, concatenation."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from longshard.domain.dispatch import (
     VIEW,
     AnyTensor,
     DomainTensor,
+    Unhandled,
     is_sharded,
     refuse_unless,
     refused,
@@ -24,7 +25,7 @@ from longshard.domain.indexing import by_tensors
 from longshard.domain.masking import assign_by_mask
 from longshard.domain.transfer import gather, reshard
 from longshard.sharding.layout import AxisLayout, sized
-from longshard.sharding.ranges import Range, Ranges, intersection, union
+from longshard.sharding.ranges import Range, Shards, intersection, size, union
 from longshard.sharding.tensors import planned
 
 _MANY = 2**16
@@ -34,7 +35,7 @@ _PRIMES = (10007, 20011, 30011, 40009, 50021, 60013, 70001, 80021)
 
 
 @rule("permute", "transpose", "swapaxes", "swapdims", "movedim", "moveaxis", "adjoint", "t")
-def _arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) -> DomainTensor:
+def _arranged(function, x, *args, **kwargs) -> DomainTensor:
     """Bring the dimensions of the shard into another order, which the strides of an empty tensor show."""
     marks = _PRIMES[: x.ndim]
     order = function(
@@ -45,33 +46,31 @@ def _arranged(function: Callable, x: DomainTensor, *args: Any, **kwargs: Any) ->
 
 
 @rule("unsqueeze")
-def _unsqueezed(function: Callable, x: DomainTensor, dim: int) -> DomainTensor:
+def _unsqueezed(function, x, dim) -> DomainTensor:
     """Insert a dimension of size 1."""
     return wrapped(x.local.unsqueeze(dim), x.domain.moved(1, first=dim % (x.ndim + 1)))
 
 
 @rule("unflatten")
-def _unflattened(function: Callable, x: DomainTensor, dim: int, sizes: Sequence[int]) -> Any:
+def _unflattened(function, x, dim, sizes) -> Any:
     """Split a dimension. torch does it in Python, which the compiler does not trace."""
-    return _reshape_rule(
-        torch.Tensor.view, x, (*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :])
-    )
+    return x.view(*x.shape[:dim], *sizes, *x.shape[dim % x.ndim + 1 :])
 
 
 @rule("view", "reshape", "flatten", "squeeze", "view_as", "reshape_as")
-def _reshape_rule(function: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _reshape_rule(function, x, *args, **kwargs) -> Any:
     if not is_sharded(x):  # the other tensor is
         return x.reshape(tuple(args[0].shape))
     if isinstance(args[0] if args else None, torch.dtype):
-        raise refused(function.__name__, x, "a view as another data type")
+        raise Unhandled("a view as another data type")
     empty = whole.mapped(
         lambda x: torch.empty(x.shape, device="meta") if hasattr(x, "shape") else x,
         (x, args, kwargs),
     )
-    return _reshaped(function.__name__, x, function(empty[0], *empty[1], **empty[2]).shape)
+    return _reshaped(x, function(empty[0], *empty[1], **empty[2]).shape)
 
 
-def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
+def _reshaped(x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
     """Merge or split dimensions.
 
     If a sharded dimension is split, the first of its new dimensions whose rows the shards hold whole is sharded.
@@ -81,12 +80,12 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
     ends move to the next rows of the first new dimension.
     """
     if not x.numel():
-        raise refused(name, x, "it has no elements")
-    axes: dict[int, Axis] = {}
+        raise Unhandled("it has no elements")
+    axes = {}
     for old, new in _groups(x.shape, sizes):
         sharded = [dim for dim in old if dim in x.domain.axes]
         if len(sharded) > 1:
-            return _reshaped(name, gather(x, sharded[1:]), sizes)
+            return _reshaped(gather(x, sharded[1:]), sizes)
         if not sharded:
             continue
         (dim,) = sharded
@@ -94,8 +93,8 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         after = math.prod(x.shape[dim + 1 : old[-1] + 1])
         axis = x.domain.axes[dim]
         if before > _MANY:
-            raise refused(
-                name, x, f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
+            raise Unhandled(
+                f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
             )
         shards = axis.layout.ranges
         shape = tuple(int(sizes[d]) for d in new)
@@ -104,8 +103,8 @@ def _reshaped(name: str, x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         # `layout` covers all rows of the group, and its ends are where it can be cut
         if position is None:
             flat = [*x.shape[: old[0]], layout.length, *x.shape[old[-1] + 1 :]]
-            x = reshard(_reshaped(name, x, flat), {old[0]: layout})
-            return _reshaped(name, x, sizes)
+            x = reshard(_reshaped(x, flat), {old[0]: layout})
+            return _reshaped(x, sizes)
         axes[new[position]] = Axis(layout, axis.group)
     result = Domain(axes)
     return wrapped(x.local.reshape(result.local_shape(sizes)), result)
@@ -131,8 +130,8 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, ran
 
 @planned
 def _refitted(
-    length: int, ranges: tuple[Ranges, ...], before: int, after: int, sizes: tuple[int, ...]
-) -> tuple[int | None, int, tuple[Ranges, ...]]:
+    length: int, ranges: Shards, before: int, after: int, sizes: tuple[int, ...]
+) -> tuple[int | None, int, Shards]:
     """Return which of the new dimensions of a group is sharded, and length and ranges of its layout.
 
     If none fits: None, and the layout of the flattened group, cut at rows of its first new dimension.
@@ -141,7 +140,7 @@ def _refitted(
     elements of each of its rows.
     """
     own = AxisLayout("rows", length, ranges).repeated(before)
-    rows = [[(a * after, b * after) for a, b in shard] for shard in own.ranges]
+    rows = [union((a * after, b * after) for a, b in shard) for shard in own.ranges]
     first = None
     for place, n in enumerate(sizes):
         blocks = math.prod(sizes[:place])
@@ -149,7 +148,7 @@ def _refitted(
         if n == 1 and max(sizes) > 1:
             continue
         first = unit if first is None else first
-        inside = [intersection(union(shard), ((0, n * unit),)) for shard in rows]
+        inside = [intersection(shard, ((0, n * unit),)) for shard in rows]
         if any(end % unit for shard in inside for part in shard for end in part):
             continue
         fitting = AxisLayout(
@@ -157,16 +156,16 @@ def _refitted(
         )
         repeated = fitting.repeated(blocks).ranges
         if all(
-            union(r) == union((a * unit, b * unit) for a, b in s)
+            r == union((a * unit, b * unit) for a, b in s)
             for r, s in zip(rows, repeated, strict=True)
         ):
             return place, n, fitting.ranges
-    flat = AxisLayout("rows", length * before * after, tuple(map(union, rows))).rounded(first)
+    flat = AxisLayout("rows", length * before * after, tuple(rows)).rounded(first)
     return None, flat.length, flat.ranges
 
 
 @rule("expand", "expand_as")
-def _expanded(function: Callable, x: Any, *sizes: Any) -> Any:
+def _expanded(function, x, *sizes) -> Any:
     """Expand dimensions of size 1."""
     if function.__name__ == "expand_as":
         sizes = sizes[0].shape
@@ -189,7 +188,7 @@ def _expanded(function: Callable, x: Any, *sizes: Any) -> Any:
 
 
 @rule("repeat", "tile")
-def _repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
+def _repeated(function, x, *sizes) -> DomainTensor:
     sizes = [*(sizes[0] if sizes and isinstance(sizes[0], Sequence) else sizes)]
     sizes = [1] * (x.ndim - len(sizes)) + sizes
     x = x.reshape(*[1] * (len(sizes) - x.ndim), *x.shape)
@@ -202,29 +201,25 @@ def _repeated(function: Callable, x: DomainTensor, *sizes: Any) -> DomainTensor:
 
 
 @rule("repeat_interleave", first_only=True)
-def _each_repeated(
-    function: Callable, x: DomainTensor, repeats: int, dim: int | None = None
-) -> DomainTensor:
+def _each_repeated(function, x, repeats, dim=None) -> DomainTensor:
     refuse_unless(
         isinstance(repeats, int) and dim is not None,
-        function,
-        x,
         "repeats by a tensor, or of all elements",
     )
     dim %= x.ndim
     wide = x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], repeats, *x.shape[dim + 1 :])
-    return wide.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return wide.flatten(dim, dim + 1)
 
 
 @rule("pixel_shuffle", first_only=True)
-def _pixel_shuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
+def _pixel_shuffle(function, x, factor) -> DomainTensor:
     *before, _, h, w = x.shape
     x = x.reshape(*before, -1, factor, factor, h, w).movedim((-4, -3), (-3, -1))
     return x.reshape(*before, -1, h * factor, w * factor)
 
 
 @rule("pixel_unshuffle", first_only=True)
-def _pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> DomainTensor:
+def _pixel_unshuffle(function, x, factor) -> DomainTensor:
     *before, _, h, w = x.shape
     x = x.reshape(*before, -1, h // factor, factor, w // factor, factor).movedim(
         (-3, -1), (-4, -3)
@@ -233,12 +228,12 @@ def _pixel_unshuffle(function: Callable, x: DomainTensor, factor: int) -> Domain
 
 
 @rule("channel_shuffle", first_only=True)
-def _channel_shuffle(function: Callable, x: DomainTensor, groups: int) -> DomainTensor:
+def _channel_shuffle(function, x, groups) -> DomainTensor:
     return x.unflatten(1, (groups, -1)).transpose(1, 2).reshape(x.shape)
 
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
-def _created(function: Callable, x: DomainTensor, *size: Any, **kwargs: Any) -> DomainTensor:
+def _created(function, x, *size, **kwargs) -> DomainTensor:
     """Create a tensor. It is sharded as x if it has the sizes of x there; otherwise it is whole on every rank."""
     made = function(torch.empty((), device="meta"), *size, **{**kwargs, "device": "meta"})
     same = made.ndim == x.ndim and all(made.shape[dim] == x.shape[dim] for dim in x.domain.axes)
@@ -248,7 +243,7 @@ def _created(function: Callable, x: DomainTensor, *size: Any, **kwargs: Any) -> 
 
 
 @rule("cat", "concat", "concatenate", "stack")
-def _concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> DomainTensor:
+def _concatenated(function, tensors, dim=0) -> DomainTensor:
     """Concatenate tensors; the other dimensions have the layout of the first tensor that is sharded there.
 
     Along a sharded dimension nothing is sent: a rank keeps its rows of each tensor, one after another. If a tensor is
@@ -270,7 +265,7 @@ def _concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> D
         if here is None or here.group is not axis.group:
             on_first = sized([x.shape[dim], *[0] * (axis.degree - 1)])
             here = Axis(on_first, axis.group)
-        parts.append(own_part(x, Domain(domain.axes | {dim: here}), torch.Size(x.shape)))
+        parts.append(own_part(x, Domain(domain.axes | {dim: here}), x.shape))
         shifted = [
             [(start + length, stop + length) for start, stop in own]
             for own in here.layout.ranges
@@ -282,7 +277,7 @@ def _concatenated(function: Callable, tensors: Sequence[Any], dim: int = 0) -> D
 
 
 @rule("__getitem__")
-def _sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
+def _sliced(function, x, index) -> DomainTensor:
     """Index by slices, numbers, None, an ellipsis and tensors of numbers.
 
     Rows of slices stay on their rank; of a single row every rank gets a copy.
@@ -301,19 +296,15 @@ def _sliced(function: Callable, x: Any, index: Any) -> DomainTensor:
 
 
 @rule("__setitem__")
-def _assigned(function: Callable, x: Any, index: Any, value: Any) -> None:
+def _assigned(function, x, index, value) -> None:
     """Change rows on their rank. A sharded value for a whole tensor is gathered."""
     if not is_sharded(x):
         if not isinstance(value, DomainTensor):
-            raise refused(
-                "__setitem__",
-                next(filter(is_sharded, whole.flat(index))),
-                "rows that are changed by number",
-            )
+            raise Unhandled("rows that are changed by number")
         unwrapped(x)[index] = gather(value).local
         return
     if x.base is not None:
-        raise refused("__setitem__", x, f"{VIEW}; change a `clone` of it")
+        raise Unhandled(f"{VIEW}; change a `clone` of it")
     if isinstance(index, AnyTensor) and index.dtype == torch.bool:
         assign_by_mask(x, index, value)
         return
@@ -348,49 +339,42 @@ def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
             if isinstance(i, int):
                 single.append(place)
                 i = slice(i % axis.layout.length, i % axis.layout.length + 1)
-            start, stop, step = i.indices(axis.layout.length)
-            axes[place], i = (
-                _cut(axis, (start, max(start, stop)))
-                if step == 1
-                else _every(axis, start, stop, step)
-            )
+            axes[place], i = _cut(axis, i.indices(axis.layout.length))
         local_index.append(i)
         dim += i is not None
         place += not isinstance(i, int)
     return tuple(local_index), Domain(axes), single
 
 
-def _cut(axis: Axis, part: Range) -> tuple[Axis, slice]:
-    """Return the axis of the rows [start, stop), which stay at their owners, and this rank's slice of its shard."""
-    ranges, before = _cut_ranges(axis.layout.ranges, axis.rank, *part)
-    cut = Axis(AxisLayout(axis.layout.name, part[1] - part[0], ranges), axis.group)
-    return cut, slice(before, before + cut.rows)
+def _cut(axis: Axis, part: tuple[int, int, int]) -> tuple[Axis, slice | list[int]]:
+    """Return the axis of the rows start, start + step, ..., which stay at their owners, and this rank's part of them.
+
+    part: start, stop and step. The part of a rank is the index of its shard: a slice if the step is 1.
+    """
+    number, ranges, rows = _chosen(axis.layout.ranges, axis.rank, part)
+    cut = Axis(AxisLayout(axis.layout.name, number, ranges), axis.group)
+    return cut, slice(*rows) if part[2] == 1 else list(rows)
 
 
 @planned
-def _cut_ranges(
-    owned: tuple[Ranges, ...], rank: int, start: int, stop: int
-) -> tuple[tuple[Ranges, ...], int]:
-    """Return each rank's ranges of the rows [start, stop), and the number of a rank's rows before them."""
-    chosen = union([(start, stop)])
-    ranges = tuple(
-        tuple((a - start, b - start) for a, b in intersection(own, chosen)) for own in owned
-    )
-    return ranges, sum(min(b, start) - min(a, start) for a, b in owned[rank])
-
-
-def _every(axis: Axis, start: int, stop: int, step: int) -> tuple[Axis, list[int]]:
-    """Return the axis of the rows start, start + step, ... below stop, and which of them this rank's shard has."""
+def _chosen(
+    owned: Shards, rank: int, part: tuple[int, int, int]
+) -> tuple[int, Shards, tuple[int, ...]]:
+    """Return the number of rows, the ranges of each rank, and this rank's rows in its shard (step 1: their ends)."""
+    start, stop, step = part
     number = max(-(-(stop - start) // step), 0)
 
     def places(part: Range) -> Range:
         first, last = (min(max(-(-(end - start) // step), 0), number) for end in part)
         return first, last
 
-    ranges = tuple(union(map(places, own)) for own in axis.layout.ranges)
+    ranges = tuple(union(map(places, own)) for own in owned)
+    if step == 1:
+        before = sum(min(b, start) - min(a, start) for a, b in owned[rank])
+        return number, ranges, (before, before + size(ranges[rank]))
     rows = []
     before = 0
-    for part in axis.layout.ranges[axis.rank]:
+    for part in owned[rank]:
         rows += [before + start + place * step - part[0] for place in range(*places(part))]
         before += part[1] - part[0]
-    return Axis(AxisLayout(axis.layout.name, number, ranges), axis.group), rows
+    return number, ranges, tuple(rows)

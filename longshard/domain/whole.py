@@ -93,7 +93,7 @@ def results(
 def _results(
     function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]
 ) -> tuple[Seen, ...] | None:
-    tensors: list[Tensor] = []
+    tensors = []
 
     def whole(x: Any) -> Any:
         if isinstance(x, kinds):

@@ -5,86 +5,61 @@ that these outputs read, one exchange for each sharded dimension, and computes o
 rank's gradients of weight and bias are the part of its outputs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.rows import (
-    connected,
-    exchange,
-    layout_of,
-    plan_pieces,
-    plan_rows,
-    put_together,
-)
+from longshard.sharding.rows import connected, fetch, layout_of
 from longshard.sharding.tensors import to_device, wide_type
-from longshard.sharding.windows import (
-    Tile,
-    Window,
-    WindowPlan,
-    outputs_of,
-    transposed_outputs,
-    transposed_plan,
-    window_plan,
-)
-
-Way = Callable[[AxisLayout], WindowPlan] | int
-"""How a dimension is computed: by the plan for a layout; or it is whole, and the function itself computes n outputs."""
+from longshard.sharding.windows import Tile, Window, WindowPlan, transposed_plan, window_plan
 
 Tiles = Mapping[int, Tile]
-"""For each dimension with a plan, the outputs that a call computes, and its input rows."""
+"""For each dimension that is cut, the outputs that a call computes, and its input rows."""
 
 
 def slide(
     x: DomainTensor,
-    ways: Mapping[int, Way],
-    function: Callable[[torch.Tensor, Tiles], torch.Tensor],
+    plan_of: Callable[[AxisLayout, Any], WindowPlan],
+    windows: Mapping[int, Any],
+    function: Callable[[Tensor, Tiles], Tensor],
     *,
-    channels: int | None = None,
-    parameters: Sequence[torch.Tensor | None] = (),
+    whole: Collection[int] = (),
+    learned: tuple[int, Tensor, Tensor | None] | None = None,
     periodic: bool = False,
 ) -> DomainTensor:
     """Return the function of the windows of x, put together from tiles. Exchanges come before local dimensions.
 
     Args:
         x: The tensor, any shape.
-        ways: Dimension to the way in which it is computed.
+        plan_of: Returns the plan of a dimension, from its layout and its window.
+        windows: Dimension to its window.
         function: Computes a tile from its rows.
-        channels: Size of the result in the dimension before the first one of `ways`; None means the size of x.
-        parameters: Weight and bias, which must have gradients on every rank.
+        whole: Dimensions that are whole, and that the function computes without tiles.
+        learned: Channels of the result, in the dimension before the first window, and weight and bias, which must have
+            gradients on every rank; None means the channels of x.
         periodic: Whether rows beyond one end are the rows of the other end; else zeros.
     """
     local = x.local
-    pieces = {}
     tiles = {}
     layouts = {}
-    shape = list(x.local.shape)
-    for dim, way in sorted(ways.items(), key=lambda way: way[0] not in x.domain.axes):
-        if isinstance(way, int):
-            shape[dim] = way
-            continue
+    shape = list(local.shape)
+    for dim in sorted(windows, key=lambda dim: dim not in x.domain.axes):
         axis = x.domain.axes.get(dim)
         layout, rank = layout_of(axis, shape[dim])
-        plan = way(layout)
-        wanted, source = plan_rows(layout.ranges, layout.length, plan.wanted, periodic)
-        if source == "ranks":
-            local = put_together(local, pieces)
-            pieces = {}
-            local = exchange(local, layout, wanted, dim=dim, group=axis.group)
-        elif source != "own":
-            pieces[dim] = plan_pieces(layout.ranges[rank], layout.length, wanted[rank])
-        layouts[dim] = plan.layout
-        tiles[dim] = plan.tiles[rank]
-        shape[dim] = sum(tile.outputs[1] - tile.outputs[0] for tile in tiles[dim])
-    local = put_together(local, pieces)
-    if channels is not None:
-        shape[min(ways) - 1] = channels
+        plan = plan_of(layout, windows[dim])
+        shape[dim] = plan.layout.local_length(rank)
+        if dim not in whole:
+            local = fetch(local, axis, plan.wanted, dim, periodic=periodic)
+            layouts[dim] = plan.layout
+            tiles[dim] = plan.tiles[rank]
+    shape[min(windows) - 1], weight, bias = learned or (shape[min(windows) - 1], None, None)
     if 0 in shape:
-        weight, bias = (*parameters, None, None)[:2]
         result = connected(connected(local.new_zeros(shape), local, weight), bias)
     else:
         result = _tile_by_tile(local, [*tiles.items()], function, {})
@@ -92,8 +67,8 @@ def slide(
 
 
 def _tile_by_tile(
-    x: torch.Tensor, tiles: list, function: Callable, chosen: dict[int, Tile]
-) -> torch.Tensor:
+    x: Tensor, tiles: list, function: Callable, chosen: dict[int, Tile]
+) -> Tensor:
     if not tiles:
         return function(x, chosen)
     (dim, parts), *others = tiles
@@ -112,19 +87,18 @@ def _numbers(name: str) -> list[str]:
     return [f"{name}{n}d" for n in (1, 2, 3)]
 
 
-def spatial_dims(function: Callable, x: DomainTensor, number: int) -> range:
+def spatial_dims(x: DomainTensor, number: int) -> range:
     """Return the last `number` dimensions of x.
 
     Args:
-        function: The function of torch.
         x: The tensor, any shape.
         number: Number of spatial dimensions.
 
     Raises:
-        DomainOperatorError: The dimension before them, the channels, is sharded.
+        Unhandled: The dimension before them, the channels, is sharded.
     """
     first = x.ndim - number
-    refuse_unless(first - 1 not in x.domain.axes, function, x, "sharded channels")
+    refuse_unless(first - 1 not in x.domain.axes, "sharded channels")
     return range(first, x.ndim)
 
 
@@ -154,9 +128,8 @@ def _windows(
 
     options: kernel size, stride, padding, and perhaps dilation and output padding, as in PyTorch's functions.
     """
-    dims = spatial_dims(function, x, int(function.__name__[-2]))
-    dilation, output_padding = (*options[3:], *(1, 0)[len(options) - 3 :])
-    columns = (per_axis(x, dims) for x in (*options[:3], dilation, output_padding))
+    dims = spatial_dims(x, int(function.__name__[-2]))
+    columns = (per_axis(x, dims) for x in (*options, *(1, 0)[len(options) - 3 :]))
     windows = {}
     for dim, kernel, step, pad, gap, extra in zip(dims, *columns, strict=True):
         reach = gap * (kernel - 1) * (pad == "same")
@@ -197,19 +170,19 @@ def conv(
         periodic: Whether the padding is rows of the other end.
     """
     windows = _windows(function, x, weight.shape[2:], stride, padding, dilation)
-    ways: dict[int, Way] = {d: partial(window_plan, window=w) for d, w in windows.items()}
-    around = dict.fromkeys(windows, 0)
-    for dim, window in windows.items():
-        if dim not in x.domain.axes and window.before == window.after and not periodic:
-            ways[dim] = outputs_of(x.shape[dim], window)
-            around[dim] = window.before
-    steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
+    whole = {
+        dim: window.before
+        for dim, window in windows.items()
+        if dim not in x.domain.axes and window.before == window.after and not periodic
+    }
+    around = tuple(whole.get(dim, 0) for dim in windows)
 
-    def compute(part: torch.Tensor, _: Tiles) -> torch.Tensor:
-        return function(part, weight, bias, steps, tuple(around.values()), gaps, groups)
+    def compute(part: Tensor, _: Tiles) -> Tensor:
+        return function(part, weight, bias, stride, around, dilation, groups)
 
+    learned = weight.shape[0], weight, bias
     return slide(
-        x, ways, compute, channels=weight.shape[0], parameters=(weight, bias), periodic=periodic
+        x, window_plan, windows, compute, whole=whole, learned=learned, periodic=periodic
     )
 
 
@@ -222,26 +195,21 @@ def _conv_transpose(
     weight: (C, C_out / groups, *kernel), whole on every rank.
     """
     windows = _windows(function, x, weight.shape[2:], stride, padding, dilation, output_padding)
-    steps, gaps = zip(*((w.stride, w.dilation) for w in windows.values()), strict=True)
-    ways: dict[int, Way] = {
-        d: partial(transposed_plan, window=w)
-        if d in x.domain.axes
-        else transposed_outputs(x.shape[d], w)
-        for d, w in windows.items()
-    }
+    whole = windows.keys() - x.domain.axes.keys()
 
-    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    def compute(part: Tensor, tiles: Tiles) -> Tensor:
         cuts = {dim: _cut(tile, windows[dim]) for dim, tile in tiles.items()}
         around = (
             (0, cuts[dim][2]) if dim in cuts else (w.before, w.extra)
             for dim, w in windows.items()
         )
-        y = function(part, weight, bias, steps, *zip(*around, strict=True), groups, gaps)
+        y = function(part, weight, bias, stride, *zip(*around, strict=True), groups, dilation)
         for dim, (start, rows, _) in cuts.items():
             y = y.narrow(dim, start, rows)
         return y
 
-    return slide(x, ways, compute, channels=weight.shape[1] * groups, parameters=(weight, bias))
+    learned = weight.shape[1] * groups, weight, bias
+    return slide(x, transposed_plan, windows, compute, whole=whole, learned=learned)
 
 
 def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
@@ -266,38 +234,20 @@ def _max_pool(
     ceil_mode=False,
     return_indices=False,
 ) -> DomainTensor:
-    windows = _windows(
-        function, x, kernel_size, stride or kernel_size, padding, dilation, ceil=ceil_mode
-    )
-    axes = x.domain.axes
-    ways: dict[int, Way] = {
-        d: partial(window_plan, window=w, within=True)
-        if d in axes
-        else outputs_of(x.shape[d], w)
-        for d, w in windows.items()
-    }
-    native = tuple(0 if dim in axes else w.before for dim, w in windows.items())
-    kernels, steps, gaps = zip(
-        *((w.kernel, w.stride, w.dilation) for w in windows.values()), strict=True
-    )
+    stride = stride or kernel_size
+    windows = _windows(function, x, kernel_size, stride, padding, dilation, ceil=ceil_mode)
+    whole = windows.keys() - x.domain.axes.keys()
+    around = tuple(w.before * (dim in whole) for dim, w in windows.items())
 
-    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    def compute(part: Tensor, tiles: Tiles) -> Tensor:
         for dim, tile in tiles.items():
-            (first, stop) = tile.outputs
-            window = windows[dim]
-            before = tile.inputs[0] - (first * window.stride - window.before)
-            after = (
-                (stop - 1) * window.stride - window.before + window.reach + 1 - tile.inputs[1]
-            )
-            if (
-                before or after
-            ):  # minus infinity never is the maximum, as with PyTorch's padding
-                part = F.pad(
-                    part, [0, 0] * (part.ndim - 1 - dim) + [before, after], value=-torch.inf
-                )
-        return function(part, kernels, steps, native, gaps, ceil_mode)
+            first, stop = windows[dim].rows(*tile.outputs)
+            beyond = tile.inputs[0] - first, stop - tile.inputs[1]
+            if any(beyond):  # minus infinity never is the maximum, as with PyTorch's padding
+                part = F.pad(part, [0, 0] * (part.ndim - 1 - dim) + [*beyond], value=-torch.inf)
+        return function(part, kernel_size, stride, around, dilation, ceil_mode)
 
-    return slide(x, ways, compute)
+    return slide(x, partial(window_plan, within=True), windows, compute, whole=whole)
 
 
 @rule(*_numbers("avg_pool"), first_only=True)
@@ -314,7 +264,7 @@ def _avg_pool(
     windows = _windows(function, x, kernel_size, stride or kernel_size, padding, ceil=ceil_mode)
     kernels, steps = zip(*((w.kernel, w.stride) for w in windows.values()), strict=True)
 
-    def compute(part: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    def compute(part: Tensor, tiles: Tiles) -> Tensor:
         total = part.to(wide_type(part.dtype))  # a sum may overflow in float16
         if len(windows) == 1:  # the function for one dimension has no divisor
             total = F.avg_pool2d(
@@ -327,22 +277,21 @@ def _avg_pool(
         for dim, tile in tiles.items():
             window = windows[dim]
             margin = window.before * count_include_pad
-            starts = (output * window.stride - window.before for output in range(*tile.outputs))
+            ends = (window.rows(output, output + 1) for output in range(*tile.outputs))
             counts = [
-                min(each + window.kernel, x.shape[dim] + margin) - max(each, -margin)
-                for each in starts
+                min(stop, x.shape[dim] + margin) - max(start, -margin) for start, stop in ends
             ]
             counts = to_device(torch.tensor(counts, dtype=total.dtype), total.device)
             total = total / counts.view(-1, *[1] * (total.ndim - 1 - dim))
         return total.to(part.dtype)
 
-    return slide(x, {d: partial(window_plan, window=w) for d, w in windows.items()}, compute)
+    return slide(x, window_plan, windows, compute)
 
 
 @rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
 def _adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
     """Pool. In a sharded dimension each output is a mean, or a maximum, over ranks, and whole on every rank."""
-    refuse_unless(not return_indices, function, x, "the indices of a pool")
+    refuse_unless(not return_indices, "the indices of a pool")
     dims = range(x.ndim - int(function.__name__[-2]), x.ndim)
     reduction = torch.mean if function.__name__[:12] == "adaptive_avg" else torch.amax
     sizes = per_axis(output_size, dims)

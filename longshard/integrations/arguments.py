@@ -1,7 +1,6 @@
 """Check the arguments of a model of transformers, and its logits: each must be right for a part of a sequence."""
 
 import inspect
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ def check_logits(model: nn.Module, logits: object, live: LivePlan) -> None:
         )
 
 
-def check_inputs(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def check_inputs(model: nn.Module, args: tuple, kwargs: dict) -> None:
     """Check that a model does not count positions itself, and does not shift labels within a part.
 
     Args:

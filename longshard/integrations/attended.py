@@ -1,7 +1,6 @@
 """Record which attention modules and layers attended through the context, by hooks around them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from torch import nn
 
@@ -21,11 +20,11 @@ class AttendedLayers:
     def __init__(self, live: LivePlan, is_in_force: Callable[[], bool]) -> None:
         self._live = live
         self._is_in_force = is_in_force
-        self._root: nn.Module | None = None  # the model that runs
-        self._calls_before: dict[nn.Module, int] = {}
-        self._attended: dict[str, bool] = {}  # of attention modules and layers, in this forward
+        self._root = None  # the model that runs
+        self._calls_before = {}
+        self._attended = {}  # of attention modules and layers, in this forward
         # model -> name of each nn.ModuleList -> kinds of its layers, number of its layers
-        self._stacks: dict[nn.Module, dict[str, tuple[list[str], int]]] = {}
+        self._stacks = {}
 
     def covered(
         self, root: nn.Module, modules: Mapping[str, nn.Module]
@@ -39,7 +38,7 @@ class AttendedLayers:
             root: The model.
             modules: The modules of the model, by name.
         """
-        kinds: list[str] = []
+        kinds = []
         stacks = self._stacks[root] = {}
         layers = set()
         watched = []
@@ -52,7 +51,7 @@ class AttendedLayers:
                 watched.append((name, module))
         return watched
 
-    def before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Hook before the forward of a module.
 
         Args:
@@ -71,7 +70,7 @@ class AttendedLayers:
         self._calls_before[module] = self._live.calls
 
     def after(
-        self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
+        self, name: str, module: nn.Module, args: tuple, kwargs: dict, result: object
     ) -> None:
         """Hook after the forward of a module.
 

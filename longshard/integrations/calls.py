@@ -15,19 +15,17 @@ NOT_COMPILED = "`intercept_sdpa` cannot be compiled; the model runs as it is ins
 outside_of_graphs = torch.compiler.disable(reason=NOT_COMPILED)
 
 # Arguments of transformers' attention functions that do not change attention; any other one must be empty.
-_WITHOUT_EFFECT = frozenset(
-    {
-        "position_ids",
-        "use_cache",
-        "cache_position",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-        "output_router_logits",
-        "num_items_in_batch",
-        "sliding_window",
-    }
-)
+_WITHOUT_EFFECT = {
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "output_router_logits",
+    "num_items_in_batch",
+    "sliding_window",
+}
 
 
 @dataclass(frozen=True, eq=False)

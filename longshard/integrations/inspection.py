@@ -7,24 +7,21 @@ The rules read modules and configurations, not names of models, and import no li
 import inspect
 import re
 from collections.abc import Collection, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import batchnorm, conv, instancenorm, padding, pooling
 
 # Parameters of layers that scan the sequence: state-space models, gated delta nets, RWKV, RG-LRU.
-SCAN_PARAMETERS = frozenset(
-    {
-        "A_log",
-        "dt_bias",
-        "time_decay",
-        "time_first",
-        "time_mix_key",
-        "recurrent_param",
-        "recurrent_gate_weight",
-    }
-)
+SCAN_PARAMETERS = {
+    "A_log",
+    "dt_bias",
+    "time_decay",
+    "time_first",
+    "time_mix_key",
+    "recurrent_param",
+    "recurrent_gate_weight",
+}
 # Keys under which a configuration lists the kinds of its layers. Then kinds that are attention, or mix no tokens.
 _KINDS = (
     "layer_types",
@@ -33,22 +30,20 @@ _KINDS = (
     "hybrid_override_pattern",
     "mixer_types",
 )
-_ATTENTION_KINDS = frozenset(
-    {
-        "full_attention",
-        "sliding_attention",
-        "chunked_attention",
-        "attention",
-        "full",
-        "sliding",
-        "global",
-        "local",
-    }
-)
-TOKENWISE_KINDS = frozenset({"moe", "mlp", "dense", "sparse"})
+_ATTENTION_KINDS = {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "full",
+    "sliding",
+    "global",
+    "local",
+}
+TOKENWISE_KINDS = {"moe", "mlp", "dense", "sparse"}
 # Kinds that are right if their layers are bound. A layer that is not bound is detected by its parameters or its call.
-_BOUND_KINDS = frozenset({"linear_attention", "mamba", "mamba2", "conv", "hybrid"})
-_WITHOUT_WINDOW = frozenset({"full_attention", "attention", "full", "global"}) | TOKENWISE_KINDS
+_BOUND_KINDS = {"linear_attention", "mamba", "mamba2", "conv", "hybrid"}
+_WITHOUT_WINDOW = {"full_attention", "attention", "full", "global"} | TOKENWISE_KINDS
 _WINDOWS = (
     "sliding_window",
     "sliding_window_size",
@@ -83,7 +78,7 @@ class Allowed:
 
     def __init__(self, entries: Collection[type | str]) -> None:
         self._entries = tuple(entries)
-        self._used: set[type | str] = set()
+        self._used = set()
 
     def has(self, module: nn.Module | None, name: str) -> bool:
         """Return whether a module, or a kind of layers, is allowed.
@@ -147,7 +142,7 @@ def checked_modules(root: nn.Module, allowed: Allowed) -> Iterator[tuple[str, nn
         root: The model.
         allowed: Modules that a user checked by hand.
     """
-    seen: set[nn.Module] = set()
+    seen = set()
 
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if module in seen or allowed.has(module, name):
@@ -329,7 +324,7 @@ def window_of(config: object) -> int | None:
 
 
 def moves_tokens(
-    name: str, x: object, result: Tensor, args: tuple, kwargs: dict[str, Any], length: int
+    name: str, x: object, result: Tensor, args: tuple, kwargs: dict, length: int
 ) -> bool:
     """Return whether a call of F.pad, roll, cumsum, flip, mean or conv1d works along the tokens of a rank.
 
@@ -360,7 +355,7 @@ def moves_tokens(
     )
 
 
-def _dims_of_call(name: str, args: tuple, kwargs: dict[str, Any]) -> list[int]:
+def _dims_of_call(name: str, args: tuple, kwargs: dict) -> list[int]:
     for key in ("dim", "dims", "axis"):
         if kwargs.get(key) is not None:
             args = (kwargs[key],)

@@ -40,9 +40,7 @@ from longshard.sharding.exchange import all_gather
 
 # These functions mix rows along a dimension, which may be the dimension of tokens.
 _NAMES = ("roll", "cumsum", "flip", "mean")
-_SHIFTS = frozenset(
-    {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, Tensor) for name in _NAMES)}
-)
+_SHIFTS = {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, Tensor) for name in _NAMES)}
 
 
 def intercept_sdpa(
@@ -59,8 +57,9 @@ def intercept_sdpa(
     @contextmanager
     def intercepting(handle: Tensor, live: LivePlan) -> Iterator[None]:
         allowed = Allowed(allow_modules)
-        watch = ModelWatch(live, lambda: is_intercepted(handle), model, allowed)
+        watch = ModelWatch(live, lambda: is_intercepted(handle), allowed)
         with Interception(handle, live, watch), watch:
+            watch.start(model)
             yield
         if live.calls == 0:
             raise ContextParallelError(
@@ -117,7 +116,7 @@ class Interception(TorchFunctionMode):
         func: Callable,
         types: Sequence[type],
         args: tuple = (),
-        kwargs: dict[str, Any] | None = None,
+        kwargs: dict | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
@@ -152,19 +151,21 @@ class Interception(TorchFunctionMode):
     @outside_of_graphs
     def _attend(self, call: Call) -> Tensor:
         self._agree(call.refusal or self._watch.on_attention(call))
-        scale = call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
+        width = call.q.shape[-1]
+        values = call.v.shape[-1]
+        scale = width**-0.5 if call.scale is None else float(call.scale)
         # The operator takes one size of heads: zeros change neither scores nor the other elements of an output.
-        size = max(call.q.shape[-1], call.v.shape[-1])
+        size = max(width, values)
         q, k, v = (
             x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
             for x in (call.q, call.k, call.v)
         )
         settings = AttentionSettings(scale, call.is_causal, call.window)
         out, _ = context_parallel_attention(q, k, v, self._handle, settings, sinks=call.sinks)
-        return out if call.v.shape[-1] == size else out[..., : call.v.shape[-1]]
+        return out if values == size else out[..., :values]
 
     @outside_of_graphs
-    def _scan(self, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
+    def _scan(self, name: str, function: Callable, arguments: dict) -> Any:
         self._agree(self._watch.shift)
         return scanned(name, function, arguments, self._handle, self._live)
 

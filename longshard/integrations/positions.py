@@ -29,7 +29,7 @@ class Positions:
         self._global = torch.from_numpy(tokens)
         starts = [tokens] if live.mask is None else list(_places_in_documents(live, tokens))
         self._by_document = [torch.from_numpy(x) for x in starts]
-        self._last: tuple[weakref.ref, int] | None = None
+        self._last = None
         self.flags = 0
 
     def see(self, positions: object) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 
 from longshard.context.planning.options import ContextParallelError
 from longshard.sharding.exchange import all_reduce
@@ -27,7 +27,7 @@ def depends_on_length(module: nn.Module) -> bool:
 
 
 def lengthened(
-    mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
     """Return a rotary module's arguments with the largest position of all ranks appended; a collective.
 
@@ -53,7 +53,7 @@ def lengthened(
     return (args[0], longer, *args[2:]), kwargs
 
 
-def shortened(module: nn.Module, args: tuple, kwargs: dict[str, Any], table: Any) -> Any:
+def shortened(module: nn.Module, args: tuple, kwargs: dict, table: Any) -> Any:
     """Return a rotary module's table, or tables, without the row of the position that `lengthened` appended.
 
     Args:

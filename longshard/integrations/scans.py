@@ -7,7 +7,6 @@ layer whose functions are all known is exact over ranks; others stay refused.
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function
 
 from longshard.context.convolution import context_parallel_convolution
 from longshard.context.execution.linear_chunks import Tokens
@@ -42,7 +41,7 @@ class Where(NamedTuple):
     activations: Any
 
 
-def run_scan(x: Tensor, name: str, function: Callable, arguments: dict[str, Any]) -> Any:
+def run_scan(x: Tensor, name: str, function: Callable, arguments: dict) -> Any:
     """Return the result of a call from the interception in force. `function` itself is never called here.
 
     Args:
@@ -50,19 +49,14 @@ def run_scan(x: Tensor, name: str, function: Callable, arguments: dict[str, Any]
         name: The name of the function, for the error message.
         function: The function.
         arguments: All arguments, by name.
-
-    Raises:
-        AssertionError: No interception is in force.
     """
-    if has_torch_function_unary(x):
-        return handle_torch_function(run_scan, (x,), x, name, function, arguments)
-    raise AssertionError(f"{name} is bound to a context, and none is in force")
+    return handle_torch_function(run_scan, (x,), x, name, function, arguments)
 
 
 def scanned(
     name: str,
     function: Callable,
-    arguments: dict[str, Any],
+    arguments: dict,
     handle: Tensor,
     live: LivePlan,
 ) -> Any:
@@ -95,12 +89,12 @@ def scanned(
             "documents as `context_parallel(mask=documents(...))`, and the model an all-ones "
             "`attention_mask`"
         )
-    live.calls += _KNOWN[name].run is not _not_fused
+    live.calls += _KNOWN[name] is not _not_fused
     device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
     where = Where(
         handle, positions_of(live, device), inspect.unwrap(function).__globals__.get("ACT2FN")
     )
-    return _KNOWN[name].run(where, arguments)
+    return _KNOWN[name](where, **arguments)
 
 
 _ASKED = ("output_final_state", "return_final_states", "return_last_state")
@@ -147,80 +141,78 @@ def _starts(mask: Mask, number: int) -> np.ndarray:
     return np.array(begins or [0])
 
 
-# ---- The functions, by their names in transformers; their arguments by name
+# ---- The functions, by their names in transformers, with its names of arguments. Its functions begin with the
+# arguments that can be positional here.
 
 
-def _convolution(where: Where, arguments: dict[str, Any]) -> Tensor:
+def _convolution(where: Where, hidden_states, weight, bias, activation, **_: Any) -> Tensor:
     """Compute a causal convolution over all ranks.
 
     hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S).
     """
-    x, weight, bias, activation = (arguments[key] for key in _CONVOLUTION)
-    rows = x.to(weight.dtype).transpose(1, 2)
+    rows = hidden_states.to(weight.dtype).transpose(1, 2)
     out = context_parallel_convolution(
         rows, weight.unsqueeze(1), where.handle, _repeated(where.positions, rows)
     )
     out = out if bias is None else out + bias
     out = out if activation is None else where.activations[activation](out)
-    return out.transpose(1, 2).to(x.dtype)
+    return out.transpose(1, 2).to(hidden_states.dtype)
 
 
-def _delta_rule(where: Where, arguments: dict[str, Any]) -> tuple[Tensor, None]:
+def _delta_rule(
+    where: Where, query, key, value, g, beta, **options: Any
+) -> tuple[Tensor, None]:
     """Compute the gated delta rule over all ranks.
 
     query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V).
     """
-    q, k, v, g, beta = (arguments[key] for key in _DELTA)
-    if arguments.get("use_qk_l2norm_in_kernel"):
-        q, k = (
-            wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6) for x in (q, k)
+    if options.get("use_qk_l2norm_in_kernel"):
+        query, key = (
+            wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6)
+            for x in (query, key)
         )
-    positions = _repeated(where.positions, v)
-    tokens = Tokens(q, k, wide(v), g, beta, positions, k.shape[-1] ** -0.5)
-    return linear_attention(tokens, where.handle)[0].to(v.dtype), None
+    positions = _repeated(where.positions, value)
+    tokens = Tokens(query, key, wide(value), g, beta, positions, key.shape[-1] ** -0.5)
+    return linear_attention(tokens, where.handle)[0].to(value.dtype), None
 
 
-def _mamba2(where: Where, arguments: dict[str, Any]) -> Tensor:
+def _mamba2(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
     """Compute the scan of Mamba-2 over all ranks.
 
     hidden_states: (B, S, H, P); dt: (B, S, H); A: (H,); B, C: (B, S, groups, N); D: (H,) -> (B, S, H, P).
     """
-    x, step, rate, k, q = (arguments[key] for key in _MAMBA)
-    step = step if arguments["dt_bias"] is None else step + arguments["dt_bias"].to(step.dtype)
-    step = wide(
-        (F.softplus(step) if arguments["dt_softplus"] else step).clamp(*arguments["dt_limit"])
-    )
-    positions = _repeated(where.positions, x)
-    x = wide(x)
-    scan = q, k, x * step.unsqueeze(-1), rate * step
+    bias, D = options["dt_bias"], options["D"]
+    step = dt if bias is None else dt + bias.to(dt.dtype)
+    step = F.softplus(step) if options["dt_softplus"] else step
+    step = wide(step.clamp(*options["dt_limit"]))
+    positions = _repeated(where.positions, hidden_states)
+    x = wide(hidden_states)
+    scan = C, B, x * step.unsqueeze(-1), A * step
     out = linear_attention(Tokens(*map(wide, scan), None, positions, 1.0), where.handle)[0]
-    return out if arguments["D"] is None else out + arguments["D"].unsqueeze(-1) * x
+    return out if D is None else out + D.unsqueeze(-1) * x
 
 
-def _mamba1(where: Where, arguments: dict[str, Any]) -> Tensor:
+def _mamba1(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
     """Compute the scan of Mamba over all ranks; a channel is a head.
 
     hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S).
     """
-    x, step, rate, k, q = (arguments[key] for key in _MAMBA)
-    step = (
-        step
-        if arguments["delta_bias"] is None
-        else step + arguments["delta_bias"].to(step.dtype).unsqueeze(-1)
-    )
-    step = wide(F.softplus(step) if arguments["delta_softplus"] else step).transpose(1, 2)
+    x = hidden_states
+    bias, D, z = options["delta_bias"], options["D"], options["z"]
+    step = dt if bias is None else dt + bias.to(dt.dtype).unsqueeze(-1)
+    step = wide(F.softplus(step) if options["delta_softplus"] else step).transpose(1, 2)
     v = wide(x).transpose(1, 2) * step
     positions = _repeated(where.positions, x)
-    q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (q, k))
-    log_decay = wide(rate) * step.unsqueeze(-1)
+    q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (C, B))
+    log_decay = wide(A) * step.unsqueeze(-1)
     tokens = Tokens(q, k, v.unsqueeze(-1), log_decay, None, positions, 1.0)
     out = linear_attention(tokens, where.handle)[0]
     out = out.squeeze(-1).transpose(1, 2)
-    out = out if arguments["D"] is None else out + x * arguments["D"].unsqueeze(-1)
-    return out if arguments["z"] is None else out * F.silu(arguments["z"])
+    out = out if D is None else out + x * D.unsqueeze(-1)
+    return out if z is None else out * F.silu(z)
 
 
-def _not_fused(where: Where, arguments: dict[str, Any]) -> None:
+def _not_fused(where: Where, **_: Any) -> None:
     """Return None, by which transformers knows that there is no fused kernel, and runs the parts."""
 
 
@@ -228,26 +220,14 @@ def _repeated(positions: Tensor | None, x: Tensor) -> Tensor | None:
     return positions if positions is None else positions.expand(x.shape[0], -1)
 
 
-@dataclass(frozen=True)
-class _Known:
-    """How a function runs over ranks, and the first parameters that it must have."""
-
-    run: Callable[[Where, dict[str, Any]], Any]
-    parameters: tuple[str, ...]
-    is_scan: bool = True
-
-
-_CONVOLUTION = ("hidden_states", "weight", "bias", "activation")
-_DELTA = ("query", "key", "value", "g", "beta")
-_MAMBA = ("hidden_states", "dt", "A", "B", "C")
-_KNOWN = {
-    "causal_conv1d_fn": _Known(_convolution, _CONVOLUTION, is_scan=False),
-    "torch_chunk_gated_delta_rule": _Known(_delta_rule, _DELTA),
-    "chunk_kimi_delta_attention": _Known(_delta_rule, _DELTA),
-    "mamba2_chunk_scan": _Known(_mamba2, _MAMBA),
-    "mamba_selective_scan": _Known(_mamba1, _MAMBA),
-    "mamba2_split_conv1d_scan_combined": _Known(_not_fused, (), is_scan=False),
-    "mamba_inner_fn": _Known(_not_fused, (), is_scan=False),
+_KNOWN: dict[str, Callable] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _mamba2,
+    "mamba_selective_scan": _mamba1,
+    "mamba2_split_conv1d_scan_combined": _not_fused,
+    "mamba_inner_fn": _not_fused,
 }
 
 
@@ -266,7 +246,7 @@ def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
     exact = set()
     for module in modules:
         calls = _bound(type(module))
-        scans = any(_KNOWN[name].is_scan for name in calls)
+        scans = any(_KNOWN[name] in (_delta_rule, _mamba1, _mamba2) for name in calls)
         has_state = any(
             name.rpartition(".")[2] in SCAN_PARAMETERS for name, _ in module.named_parameters()
         )
@@ -284,8 +264,8 @@ def _bound(cls: type[nn.Module]) -> frozenset[str]:
     for name in _KNOWN.keys() & called.keys():
         function = called[name]
         if callable(function) and (parameters := _parameters(function)) is not None:
-            first = _KNOWN[name].parameters
-            if parameters[: len(first)] == first:
+            _, *first = inspect.getfullargspec(_KNOWN[name]).args
+            if parameters[: len(first)] == tuple(first):
                 bound.add(name)
                 if not hasattr(function, "runs_over_ranks"):
                     forward.__globals__[name] = _binding(name, function)

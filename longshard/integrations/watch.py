@@ -9,14 +9,12 @@ context does not see it.
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from longshard.context.live import LivePlan
 from longshard.context.planning.options import ContextParallelError
@@ -30,13 +28,12 @@ from longshard.integrations.rotary_length import depends_on_length, lengthened, 
 from longshard.integrations.scans import bind
 
 
-class ModelWatch:
-    """Hooks on the models that run in one context and one thread.
+class ModelWatch(ExitStack):
+    """Hooks on the models that run in one context and one thread. They are removed at the exit.
 
     Args:
         live: The plan of the context.
         is_in_force: Returns whether attention is intercepted at the place of the call.
-        model: The model that will run; None if it is not known.
         allowed: Modules that a user checked by hand.
 
     Raises:
@@ -45,42 +42,33 @@ class ModelWatch:
     """
 
     def __init__(
-        self,
-        live: LivePlan,
-        is_in_force: Callable[[], bool],
-        model: nn.Module | None,
-        allowed: Allowed,
+        self, live: LivePlan, is_in_force: Callable[[], bool], allowed: Allowed
     ) -> None:
+        super().__init__()
         self.has_news = True
         """Whether a forward began, or positions were seen, since the ranks last compared them."""
         self.positions = Positions(live)
         self._live = live
-        self._model = model
         self._allowed = allowed
-        self._known: set[nn.Module] = set()
-        self._handles: list[RemovableHandle] = []
+        self._known = set()
         # number of calls that run now, of `tokens` (embeddings) and of `allowed` modules
-        self._inside: Counter[str] = Counter()
-        self.shift: str | None = None
+        self._inside = Counter()
+        self.shift = None
         """Why a call that mixed tokens is refused; None if there was none."""
         self._thread = threading.get_ident()
         self._attended = AttendedLayers(live, is_in_force)
 
-    def __enter__(self) -> "ModelWatch":
-        self._handles.append(register_module_forward_pre_hook(self._on_call))
-        try:
-            if self._model is not None:
-                self._adopt(self._model)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-
     # ---- For the interception
+
+    def start(self, model: nn.Module | None) -> None:
+        """Begin to watch.
+
+        Args:
+            model: The model that will run; None if it is not known.
+        """
+        self.enter_context(register_module_forward_pre_hook(self._on_call))
+        if model is not None:
+            self._adopt(model)
 
     def see(self, *values: object) -> None:
         """Check values that may be positions, such as the indices of a table that is not a table of tokens.
@@ -92,7 +80,7 @@ class ModelWatch:
             self.has_news |= self.positions.see(x)
 
     def on_shift(
-        self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict[str, Any]
+        self, name: str, x: object, shifted: torch.Tensor, args: tuple, kwargs: dict
     ) -> None:
         """Check a call such as F.pad or torch.cumsum, which mixes tokens if it works along them.
 
@@ -132,15 +120,15 @@ class ModelWatch:
 
     # ---- Hooks. The compiler breaks its graph at them.
 
-    def _before(self, module: nn.Module, hook: Callable) -> None:
-        self._handles.append(
-            module.register_forward_pre_hook(outside_of_graphs(hook), with_kwargs=True)
-        )
-
-    def _after(self, module: nn.Module, hook: Callable) -> None:
-        self._handles.append(
-            module.register_forward_hook(outside_of_graphs(hook), with_kwargs=True)
-        )
+    def _around(
+        self, module: nn.Module, before: Callable, after: Callable | None = None
+    ) -> None:
+        """Call functions before and after the forward of a module."""
+        before = outside_of_graphs(before)
+        self.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+        if after is not None:
+            after = outside_of_graphs(after)
+            self.enter_context(module.register_forward_hook(after, with_kwargs=True))
 
     @outside_of_graphs
     def _on_call(self, module: nn.Module, args: tuple) -> None:
@@ -165,7 +153,7 @@ class ModelWatch:
             self._hook(module, root)
             if inspection.mixes_if_called(module, bound):
                 refusal = inspection.refusal_of_module(name, module, self._live.layout.length)
-                self._before(module, partial(_refuse, refusal))
+                self._around(module, partial(_refuse, refusal))
         for name, module in root.named_modules():
             if (
                 module is not root
@@ -176,18 +164,16 @@ class ModelWatch:
                     f"{type(module).__name__} reads {module.main_input_name!r}, not the sequence that was cut; call "
                     "it outside of the context, and give the model `inputs_embeds`, cut as a buffer"
                 )
-                self._before(module, partial(_refuse, refusal))
+                self._around(module, partial(_refuse, refusal))
             if self._allowed.has(module, name):
                 self._count(module, "allowed")
         for name, module in self._attended.covered(root, modules):
-            self._before(module, self._attended.before)
-            self._after(module, partial(self._attended.after, name))
-        self._before(root, lambda module, args, kwargs: self._begin(module))
-        self._after(root, self._after_root)
+            self._around(module, self._attended.before, partial(self._attended.after, name))
+        self._around(root, lambda module, args, kwargs: self._begin(module), self._after_root)
 
     def _hook(self, module: nn.Module, root: nn.Module) -> None:
         if inspection.is_model(module):
-            self._before(module, check_inputs)
+            self._around(module, check_inputs)
             with suppress(NotImplementedError, AttributeError):
                 self._count(module.get_input_embeddings(), "tokens")
             return
@@ -198,21 +184,17 @@ class ModelWatch:
                 "itself; give the model that it belongs to as `intercept_sdpa(model)`"
             )
         if by_length or inspection.POSITIONS.search(type(module).__name__):
-            self._before(module, lambda module, args, kwargs: self.see(*args, *kwargs.values()))
+            self._around(module, lambda module, args, kwargs: self.see(*args, *kwargs.values()))
         if by_length:
-            self._before(module, partial(lengthened, self._live.mesh))
-            self._after(module, shortened)
+            self._around(module, partial(lengthened, self._live.mesh), shortened)
 
     def _count(self, module: nn.Module, kind: str) -> None:
         def add(number: int, *_: object) -> None:
             self._inside[kind] += number
 
-        self._before(module, partial(add, 1))
-        self._after(module, partial(add, -1))
+        self._around(module, partial(add, 1), partial(add, -1))
 
-    def _after_root(
-        self, root: nn.Module, args: tuple, kwargs: dict[str, Any], result: object
-    ) -> None:
+    def _after_root(self, root: nn.Module, args: tuple, kwargs: dict, result: object) -> None:
         if inspection.is_model(root):
             # a model that was detected at its call had no hook before that call
             check_inputs(root, args, kwargs)

@@ -15,8 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
 Ranks = DeviceMesh | ProcessGroup
 """A 1-D mesh, or a process group."""
@@ -289,8 +288,7 @@ def exchange_counts(
         The number of rows to each rank, and the number of rows from each rank.
     """
     one = [1] * group.size()
-    arriving, pending = all_to_all(counts, one, one, group, kind=kind)
-    pending.wait()
+    arriving = send_rows(counts, one, one, group, kind=kind)
     return counts.tolist(), arriving.tolist()
 
 

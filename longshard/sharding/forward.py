@@ -34,7 +34,7 @@ def replace_forward(module: nn.Module, feature: str, forward: Callable[..., Any]
     Raises:
         RuntimeError: The feature is out of order or is applied twice, or other code has set a forward.
     """
-    before: tuple[str, ...] = module.__dict__.get("_forward_replaced_by", ())
+    before = module.__dict__.get("_forward_replaced_by", ())
     kind = type(module).__name__
     late = [name for name in before if ORDER.index(name) >= ORDER.index(feature)]
     if late:

@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from longshard.sharding.ranges import Offsets, Ranges, size, union
+from longshard.sharding.ranges import Offsets, Shards, size, union
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class AxisLayout:
 
     name: str
     length: int
-    ranges: tuple[Ranges, ...]
+    ranges: Shards
 
     def __post_init__(self) -> None:
         everything = sum(self.ranges, ())

@@ -7,6 +7,7 @@ from longshard.sharding.ranges import (
     Offsets,
     Range,
     Ranges,
+    Shards,
     Wanted,
     difference,
     intersection,
@@ -27,14 +28,14 @@ class Movement:
         outside: The places of the result that come from no rank.
     """
 
-    sent: tuple[tuple[Range, ...], ...]
-    received: tuple[tuple[Range, ...], ...]
+    sent: Wanted
+    received: Wanted
     rows: int
     outside: Ranges
 
 
 @planned
-def plan_movement(owned: tuple[Ranges, ...], wanted: Wanted, rank: int) -> Movement:
+def plan_movement(owned: Shards, wanted: Wanted, rank: int) -> Movement:
     """Return the rows that a rank sends and receives.
 
     Args:

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from longshard.sharding.exchange import all_reduce
 from longshard.sharding.layout import AxisLayout
-from longshard.sharding.rows import exchange
+from longshard.sharding.rows import Axis, exchange
 from longshard.sharding.tensors import TensorFunction, to_device, wide_type, with_adjoint
 
 PLACEMENTS = ("partial", "replicated")
@@ -155,7 +155,7 @@ def _rows(
         return x.index_select(dim, rows_on(layout, group.rank(), x.device))
 
     def all_rows(x: Tensor) -> Tensor:
-        wanted = [[(0, layout.length)]] * layout.degree
-        return exchange(x, layout, wanted, dim=dim, group=group)
+        wanted = (((0, layout.length),),) * layout.degree
+        return exchange(x, Axis(layout, group), wanted, dim)
 
     return own_rows, all_rows

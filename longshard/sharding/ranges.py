@@ -9,8 +9,14 @@ Range = tuple[int, int]
 Ranges = tuple[Range, ...]
 """Ascending, disjoint, non-empty ranges; no two touch."""
 
-Wanted = tuple[tuple[Range, ...], ...]
-"""For each rank, the ranges of rows that it wants, one after another. They may overlap and leave the axis."""
+Shards = tuple[Ranges, ...]
+"""For each rank, the ranges of rows that it owns."""
+
+Spans = tuple[Range, ...]
+"""Ranges one after another, in any order. They may overlap."""
+
+Wanted = tuple[Spans, ...]
+"""For each rank, the ranges of rows that it wants. They may leave the axis."""
 
 
 def size(ranges: Iterable[Range]) -> int:
@@ -37,7 +43,7 @@ def union(ranges: Iterable[Range]) -> Ranges:
     Args:
         ranges: The ranges, in any order; they may overlap and be empty.
     """
-    joined: list[Range] = []
+    joined = []
     for start, stop in sorted(ranges):
         if start >= stop:
             continue
@@ -110,7 +116,7 @@ class Offsets:
         self._before = [0]
         for start, stop in ranges:
             self._before.append(self._before[-1] + stop - start)
-        self._places: dict[tuple[Range, ...], Ranges] = {}
+        self._places = {}
 
     def __call__(self, number: int) -> int:
         """Return the number of values in the ranges that are below `number`; this is its place if a range holds it.

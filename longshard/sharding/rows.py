@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from longshard.sharding.exchange import all_to_all
 from longshard.sharding.layout import AxisLayout, sized
@@ -19,6 +19,8 @@ from longshard.sharding.movement import Movement, plan_movement
 from longshard.sharding.ranges import (
     Range,
     Ranges,
+    Shards,
+    Spans,
     Wanted,
     difference,
     intersection,
@@ -41,7 +43,7 @@ class Axis:
     """
 
     layout: AxisLayout
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
     def __post_init__(self) -> None:
         if self.layout.degree != self.group.size():
@@ -77,9 +79,7 @@ def layout_of(axis: Axis | None, length: int) -> tuple[AxisLayout, int]:
 
 
 @planned
-def plan_rows(
-    owned: tuple[Ranges, ...], length: int, wanted: Wanted, periodic: bool
-) -> tuple[Wanted, str]:
+def plan_rows(owned: Shards, length: int, wanted: Wanted, periodic: bool) -> tuple[Wanted, str]:
     """Return the rows that each rank wants, and their source.
 
     The source is `own` (each rank wants exactly its own rows), `local` (no rank wants rows of another rank) or `ranks`.
@@ -151,8 +151,8 @@ def fetch(
         return x
     if source == "local":
         pieces = plan_pieces(layout.ranges[rank], layout.length, wanted[rank])
-        return put_together(x, {dim: pieces})
-    return exchange(x, layout, wanted, dim=dim, group=axis.group)
+        return put_together(x, pieces, dim)
+    return exchange(x, axis, wanted, dim)
 
 
 Pieces = tuple[tuple[bool, int, int], ...]
@@ -160,7 +160,7 @@ Pieces = tuple[tuple[bool, int, int], ...]
 
 
 @planned
-def plan_pieces(owned: Ranges, length: int, wanted: tuple[Range, ...]) -> Pieces:
+def plan_pieces(owned: Ranges, length: int, wanted: Spans) -> Pieces:
     """Return the wanted rows of an axis as pieces: rows of the shard, and zeros beyond the ends.
 
     Args:
@@ -185,25 +185,25 @@ def _has_copies(pieces: Pieces) -> bool:
     return size(union(taken)) < size(taken)
 
 
-def put_together(x: Tensor, pieces: dict[int, Pieces]) -> Tensor:
-    """Return the rows that the pieces of each dimension name. Differentiable; sends nothing.
+def put_together(x: Tensor, pieces: Pieces, dim: int) -> Tensor:
+    """Return the rows that pieces of a dimension name. Differentiable; sends nothing.
 
     Args:
         x: The shard of this rank, any shape.
-        pieces: Dimension to its pieces.
+        pieces: The pieces.
+        dim: The dimension.
     """
-    for dim, parts in pieces.items():
-        dtype = x.dtype
-        shape = [*x.shape]
-        if x.is_floating_point() and _has_copies(parts):
-            x = x.to(wide_type(dtype))
-        # an empty part of x, so that a rank without rows joins the backward
-        rows = [x.narrow(dim, 0, 0)]
-        for is_own, start, stop in parts:
-            shape[dim] = stop - start
-            rows.append(x.narrow(dim, start, stop - start) if is_own else x.new_zeros(shape))
-        x = torch.cat(rows, dim).to(dtype)
-    return x
+    dtype = x.dtype
+    if x.is_floating_point() and _has_copies(pieces):
+        x = x.to(wide_type(dtype))
+    # an empty part of x, so that a rank without rows joins the backward
+    rows = [x.narrow(dim, 0, 0)]
+    for is_own, start, stop in pieces:
+        length = stop - start
+        rows.append(
+            x.narrow(dim, start, length) if is_own else _with_rows(x, length, dim).zero_()
+        )
+    return torch.cat(rows, dim).to(dtype)
 
 
 def connected(empty: Tensor, *inputs: Tensor | None) -> Tensor:
@@ -222,45 +222,41 @@ def connected(empty: Tensor, *inputs: Tensor | None) -> Tensor:
 # ---- Exchange
 
 
-def exchange(
-    x: Tensor,
-    layout: AxisLayout,
-    wanted: Sequence[Sequence[Range]],
-    *,
-    dim: int,
-    group: dist.ProcessGroup,
-) -> Tensor:
+def exchange(x: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Tensor:
     """Return the rows that this rank wants, range after range in dimension `dim`; differentiable, a collective.
 
     Rows beyond the ends of the axis are zeros. The adjoint adds up the gradients of all copies of a row: first the
     copies on its owner, then the copies on other ranks, in the order of the ranks.
 
     Args:
-        x: The shard of this rank, any shape with `layout.local_length(rank)` rows in `dim`.
-        layout: Which rank owns which rows.
+        x: The shard of this rank, any shape with `axis.rows` rows in `dim`.
+        axis: The sharded axis.
         wanted: The half-open ranges that each rank wants; they may overlap. The same on every rank.
         dim: The sharded dimension.
-        group: The group of the ranks.
 
     Raises:
         ValueError: The shard has another length, the number of ranks is another, or a range is inverted.
     """
-    wanted = tuple(map(tuple, wanted))
-    _check_wanted(x.shape[dim], layout, wanted, group)
+    if x.shape[dim] != axis.rows or len(wanted) != axis.degree:
+        raise ValueError(
+            f"exchange got {x.shape[dim]} rows and ranges for {len(wanted)} of {axis.degree} ranks; "
+            f"the layout has {axis.rows} rows for this rank"
+        )
+    if any(start > stop for ranges in wanted for start, stop in ranges):
+        raise ValueError(
+            f"exchange was asked for a range that ends before it begins, in {wanted[axis.rank][:4]}; order its ends"
+        )
 
     def fetched(x: Tensor) -> Tensor:
-        movement = plan_movement(layout.ranges, wanted, group.rank())
+        movement = plan_movement(axis.layout.ranges, wanted, axis.rank)
         result = _with_rows(x, movement.rows, dim)
         target = result.movedim(dim, 0)
         for start, stop in movement.outside:
             target[start:stop] = 0
-        _move(x.movedim(dim, 0), target, movement, group, add=False)
+        _move(x.movedim(dim, 0), target, movement, axis.group, add=False)
         return result
 
-    def returned(gradient: Tensor) -> Tensor:
-        return returned_rows(gradient, Axis(layout, group), wanted, dim)
-
-    return with_adjoint(x, fetched, returned)
+    return with_adjoint(x, fetched, lambda gradient: returned_rows(gradient, axis, wanted, dim))
 
 
 def returned_rows(gradient: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Tensor:
@@ -281,28 +277,6 @@ def returned_rows(gradient: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Ten
     return result.to(gradient.dtype)
 
 
-def _check_wanted(
-    rows: int,
-    layout: AxisLayout,
-    wanted: Wanted,
-    group: dist.ProcessGroup,
-) -> None:
-    rank = group.rank()
-    if (
-        rows != layout.local_length(rank)
-        or len(wanted) != layout.degree
-        or layout.degree != group.size()
-    ):
-        raise ValueError(
-            f"exchange got {rows} rows and ranges for {len(wanted)} of {group.size()} ranks; the layout has "
-            f"{layout.local_length(rank)} rows for this rank and {layout.degree} ranks"
-        )
-    if any(start > stop for ranges in wanted for start, stop in ranges):
-        raise ValueError(
-            f"exchange was asked for a range that ends before it begins, in {wanted[rank][:4]}; order its ends"
-        )
-
-
 def _with_rows(x: Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
     """Return an uninitialised tensor like `x`, (..., rows, ...), with another number of rows in `dim`."""
     shape = list(x.shape)
@@ -314,7 +288,7 @@ def _move(
     rows: Tensor,
     target: Tensor,
     movement: Movement,
-    group: dist.ProcessGroup,
+    group: ProcessGroup,
     *,
     add: bool,
 ) -> None:

@@ -43,6 +43,16 @@ class Window(NamedTuple):
         """The distance from the first row of a window to its last row."""
         return self.dilation * (self.kernel - 1)
 
+    def rows(self, start: int, stop: int) -> Range:
+        """Return the rows that the outputs [start, stop) read; they may leave the axis.
+
+        Args:
+            start: The first output.
+            stop: The end of the outputs.
+        """
+        first = start * self.stride - self.before
+        return first, (stop - 1) * self.stride + self.reach + 1 - self.before
+
 
 class Tile(NamedTuple):
     """Outputs that are computed together, and the rows that they read.
@@ -74,29 +84,6 @@ class WindowPlan:
         return tuple(tuple(tile.inputs for tile in tiles) for tiles in self.tiles)
 
 
-def outputs_of(length: int, window: Window) -> int:
-    """Return the number of outputs of a convolution or a pooling.
-
-    Args:
-        length: Number of rows of the axis.
-        window: The window.
-
-    Raises:
-        ValueError: The window is longer than the padded axis.
-    """
-    free = length + window.before + window.after - window.reach - 1
-    outputs = -(-free // window.stride) + 1 if window.ceil else free // window.stride + 1
-    if window.ceil and (outputs - 1) * window.stride >= length + window.before:
-        # As PyTorch does: leave out a window that starts in the padding after the end.
-        outputs -= 1
-    if free < 0 or outputs < 1:
-        raise ValueError(
-            f"a window of {window.reach + 1} rows does not fit an axis of {length} rows with a padding of "
-            f"{window.before} + {window.after}; use a smaller kernel or more padding"
-        )
-    return outputs
-
-
 @lru_cache(maxsize=1024)
 def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> WindowPlan:
     """Return the plan of a convolution or a pooling.
@@ -109,40 +96,24 @@ def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> 
     Raises:
         ValueError: The window is longer than the padded axis.
     """
-    total = outputs_of(layout.length, window)
+    length = layout.length
     step = window.stride
+    free = length + window.before + window.after - window.reach - 1
+    total = -(-free // step) + 1 if window.ceil else free // step + 1
+    if window.ceil and (total - 1) * step >= length + window.before:
+        # As PyTorch does: leave out a window that starts in the padding after the end.
+        total -= 1
+    if free < 0 or total < 1:
+        raise ValueError(
+            f"a window of {window.reach + 1} rows does not fit an axis of {length} rows with a padding "
+            f"of {window.before} + {window.after}; use a smaller kernel or more padding"
+        )
 
     def inputs(start: int, stop: int) -> Range:
-        first = start * step - window.before
-        last = (stop - 1) * step + window.reach + 1 - window.before
-        return (max(first, 0), min(last, layout.length)) if within else (first, last)
+        first, last = window.rows(start, stop)
+        return (max(first, 0), min(last, length)) if within else (first, last)
 
     return plan_outputs(layout, total, lambda row: -(-row // step), inputs)
-
-
-def transposed_outputs(length: int, window: Window) -> int:
-    """Return the number of outputs of a transposed convolution.
-
-    Args:
-        length: Number of rows of the axis.
-        window: The window.
-
-    Raises:
-        ValueError: No output is left.
-    """
-    outputs = (
-        (length - 1) * window.stride
-        - window.before
-        - window.after
-        + window.reach
-        + window.extra
-        + 1
-    )
-    if outputs < 1:
-        raise ValueError(
-            f"a transposed convolution of {length} rows leaves no output; use less padding"
-        )
-    return outputs
 
 
 @lru_cache(maxsize=1024)
@@ -156,15 +127,21 @@ def transposed_plan(layout: AxisLayout, window: Window) -> WindowPlan:
     Raises:
         ValueError: No output is left.
     """
-    total = transposed_outputs(layout.length, window)
+    length = layout.length
     step = window.stride
+    beyond = window.reach + window.extra - window.before - window.after
+    total = (length - 1) * step + beyond + 1
+    if total < 1:
+        raise ValueError(
+            f"a transposed convolution of {length} rows leaves no output; use less padding"
+        )
 
     def inputs(start: int, stop: int) -> Range:
         low = start + window.before
         # at most `low`, so that cutting needs no padding
         first = min(-(-(low - window.reach) // step), low // step)
-        first = max(min(first, layout.length - 1), 0)
-        last = min((stop - 1 + window.before) // step, layout.length - 1)
+        first = max(min(first, length - 1), 0)
+        last = min((stop - 1 + window.before) // step, length - 1)
         return first, max(last, first) + 1
 
     return plan_outputs(layout, total, lambda row: row * step, inputs)

@@ -119,7 +119,8 @@ class Tiles:
             share = HeadShare.passes(problem.heads, problem.kv_heads, problem.degree)[0]
             q, k, v, dout = inputs
             queries = share.queries(rank)
-            keys = share.keys(rank)
+            first = rank * share.per_rank
+            keys = [head // share.copies for head in range(first + share.start, first + share.stop)]
             self._q = q[:, queries]
             k = k[:, keys]
             v = v[:, keys]

@@ -190,7 +190,7 @@ def attention_case(cases: list[Case]) -> list[dict]:
                 relative(x.cpu(), whole[:, :, part], whole) if whole.any() else x.norm().item()
                 for x, whole, part in zip(got, wanted[:4], (row_indices[0], *row_indices[:3]), strict=True)
             ]
-            (run,) = live._executions.values()
+            (run,) = live._made.values()
             shape = case.shape
             queries = case.options.query_heads_per_pass
             costs = [

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from longshard.sharding import exchange as door
 from longshard.sharding.layout import AxisLayout, contiguous, head_tail
-from longshard.sharding.rows import exchange
+from longshard.sharding.rows import Axis, exchange
 from tests.distributed.attention_cases import mesh_of_all, random
 from tests.distributed.pool import WorkerPool
 from tests.slow import slow
@@ -56,7 +56,7 @@ def exchange_case(length: int) -> list[tuple]:
                     own = torch.from_numpy(layout.indices(process.rank))
                     x = whole.index_select(dim, own).to(process.device).requires_grad_()
                     door.calls.clear()
-                    got = exchange(x, layout, wanted, dim=dim, group=group)
+                    got = exchange(x, Axis(layout, group), tuple(map(tuple, wanted)), dim)
                     cotangents = [random(*expected(whole, w, dim).shape, seed=r) for r, w in enumerate(wanted)]
                     (gradient,) = torch.autograd.grad(got, x, cotangents[process.rank].to(got.device))
                     assert door.calls == {"exchange": 2}

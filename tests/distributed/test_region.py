@@ -19,7 +19,7 @@ from longshard.context.planning.options import ContextParallelError, ContextPara
 from longshard.context.regions import Region, region, replicate, shard, unshard
 from longshard.sharding import exchange as door
 from longshard.sharding.layout import AxisLayout, head_tail
-from longshard.sharding.rows import exchange
+from longshard.sharding.rows import Axis, exchange
 from scripts.gpu_blocks.block import largest
 from tests.distributed.attention_cases import mesh_of_all, random, relative
 from tests.distributed.pool import WorkerPool
@@ -249,8 +249,8 @@ def refused_arguments(mesh: DeviceMesh, layout: AxisLayout, x: torch.Tensor) -> 
         refusal(lambda: shard(x, layout, 1, group=group, grad="sum"), ValueError),
         refusal(lambda: shard(x, layout, 2, group=group), ValueError),
         refusal(lambda: unshard(x, layout, 1, group=group), ValueError),
-        refusal(lambda: exchange(x[:, :4], layout, [[(5, 3)], []], dim=1, group=group), ValueError),
-        refusal(lambda: exchange(x, layout, [[], []], dim=1, group=group), ValueError),
+        refusal(lambda: exchange(x[:, :4], Axis(layout, group), (((5, 3),), ()), 1), ValueError),
+        refusal(lambda: exchange(x, Axis(layout, group), ((), ()), 1), ValueError),
         refusal(lambda: open_region(mesh, layout, sequences=3, mask=documents_of(np.zeros((2, 8))))),
         refusal(lambda: AxisLayout("part", 8, (((0, 4),), ())), ValueError),
     ]
@@ -260,7 +260,7 @@ def second_derivatives(group: dist.ProcessGroup, layout: AxisLayout, x: torch.Te
     """Return second derivatives of the sum of squares: twice the number of copies of a row that count."""
     leaf, values = x[:, :4].clone().requires_grad_(), []
     for act in (
-        lambda: exchange(leaf, layout, [[(0, 8)]] * 2, dim=1, group=group),
+        lambda: exchange(leaf, Axis(layout, group), (((0, 8),),) * 2, 1),
         lambda: unshard(leaf, layout, 1, group=group, grad="replicated"),
         lambda: shard(torch.cat([leaf, leaf], 1), layout, 1, group=group, grad="replicated"),
         lambda: replicate(leaf, group),
@@ -284,11 +284,11 @@ def guards_case() -> list[str]:
         assert second_derivatives(group, layout, x) == [[4.0], [2.0], [4.0], [4.0]]
 
         # Rows of no width are sent as any others.
-        empty = exchange(torch.zeros(4, 0), layout, [[(0, 8)]] * 2, dim=0, group=group)
+        empty = exchange(torch.zeros(4, 0), Axis(layout, group), (((0, 8),),) * 2, 0)
         assert empty.shape == (8, 0)
         # A row that many want: its gradient is added up in float32.
         half = torch.ones(4, 1, dtype=torch.bfloat16, requires_grad=True)
-        many = exchange(half, layout, [[(0, 1)] * 1000] * 2, dim=0, group=group)
+        many = exchange(half, Axis(layout, group), (((0, 1),) * 1000,) * 2, 0)
         many.backward(torch.ones_like(many))
         assert half.grad.sum() == (2000 if process.rank == 0 else 0)
 

@@ -119,7 +119,7 @@ def sparse_case(cases: list[Case], gathered_bytes: int) -> list[dict]:
     results = []
     with (
         process_group(process, parse_command_line([]).config.comm),
-        mock.patch.object(sparse_rows, "GATHERED_BYTES", gathered_bytes),
+        mock.patch.object(module, "GATHERED_BYTES", gathered_bytes),
     ):
         mesh = mesh_of_all(process)
         for case in cases:

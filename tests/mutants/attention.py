@@ -211,7 +211,7 @@ EXECUTION = (
     Mutant(
         "a flash package is not tried out",
         f"{_CP}/execution/kernels/flash.py",
-        "            attempt(head_dim)\n",
+        "            try_out(head_dim)\n",
         "",
         "tests/unit/test_flash.py",
     ),

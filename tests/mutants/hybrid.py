@@ -25,8 +25,8 @@ HYBRID = (
     Mutant(
         "a state in turn skips the last block",
         f"{_CP}/linear_scan.py",
-        "range(len(order) + len(blocks) - 2)",
-        "range(len(order) + len(blocks) - 3)",
+        "range(last + len(blocks) - 1)",
+        "range(last + len(blocks) - 2)",
         f"{_RANDOM}[in_turn-4-0]",
     ),
     Mutant(
@@ -95,7 +95,7 @@ HYBRID = (
     Mutant(
         "a state goes on into the next document",
         f"{_CP}/execution/linear_chunks.py",
-        "self.grown = _masked(x.decay.exp(), self.begins)",
+        "self.grown = _masked(x.decay.exp(), begins)",
         "self.grown = x.decay.exp()",
         f"{_LINEAR}::test_chunks_are_the_recurrence",
     ),
@@ -116,7 +116,7 @@ HYBRID = (
     Mutant(
         "kernels take the transition of a state of zeros",
         f"{_CP}/execution/linear_kernels.py",
-        "state[..., v_dim:] = torch.eye(k_dim, dtype=state.dtype, device=state.device)",
+        "state[..., v_dim:] = state.new_ones(k_dim).diag()",
         "pass",
         _INTERPRETED,
     ),

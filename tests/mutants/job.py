@@ -61,8 +61,8 @@ DATA = (
     Mutant(
         "QK-clip looks at padding",
         "longshard/context/live.py",
-        "padding[list(sequences)][:, rows].to(device)",
-        "padding[list(sequences)][:, rows].to(device) & False",
+        "padding[list(sequences)][:, rows].to(lse.device)",
+        "padding[list(sequences)][:, rows].to(lse.device) & False",
         f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
     ),
     Mutant(

@@ -267,10 +267,10 @@ PRIVATE = {
         "trainer/components/profiling.py", "memory snapshots", lambda: torch.cuda.memory._dump_snapshot
     ),
 }
-# Not PyTorch's, or no name at all: modules on the way to a name, a namedtuple's method, exits, in-place foreach.
+# Not PyTorch's, or no name at all: modules on the way to a name, a namedtuple's methods, exits, in-place foreach.
 OTHERS = frozenset(
-    {"_C", "_distributed_c10d", "_replace", "_exit", "_run_exitfuncs", "_getframe", "_foreach_mul_", "_foreach_norm"}
-    | {"_ex_iterable"}  # of the package datasets
+    {"_C", "_distributed_c10d", "_asdict", "_replace", "_exit", "_run_exitfuncs", "_getframe", "_foreach_mul_"}
+    | {"_foreach_norm", "_ex_iterable"}  # the latter of the package datasets
 )
 OURS = frozenset({"_context_parallel_mark", "_forward_replaced_by", "_attn_implementation", "_tensor"})
 

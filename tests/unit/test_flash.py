@@ -44,27 +44,29 @@ HOPPER, BLACKWELL, BOTH = (9, 0), (10, 0), {"FA3", "FA4"}
         (None, False, BOTH, None),
     ],
 )
-def test_where_it_is_activated(capability, deterministic: bool, installed: set[str], active: str | None) -> None:
+def test_where_it_is_activated(monkeypatch, capability, deterministic: bool, installed: set[str], active) -> None:
     names: list[str] = []
     modules = {package.module for package in FLASH_PACKAGES if package.implementation in installed}
-    options = {"deterministic": deterministic, "installed": modules.__contains__, "activate": names.append}
-    package = activated(capability, 64, attempt=lambda _: None, **options)
+    monkeypatch.setattr(flash, "activate_flash_attention_impl", names.append)
+    monkeypatch.setattr(flash, "try_out", lambda _: None)
+    package = activated(capability, 64, deterministic=deterministic, installed=modules.__contains__)
     assert (package and package.implementation) == active
     assert names == [active] * (active is not None)
 
 
 def test_an_implementation_that_this_pytorch_does_not_know_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "list_flash_attention_impls", lambda: ["FA3"])
-    options = {"deterministic": False, "installed": lambda _: True, "attempt": lambda _: None}
     names: list[str] = []
-    assert activated(BLACKWELL, 64, activate=names.append, **options) is None
+    monkeypatch.setattr(flash, "activate_flash_attention_impl", names.append)
+    monkeypatch.setattr(flash, "try_out", lambda _: None)
+    assert activated(BLACKWELL, 64, deterministic=False, installed=lambda _: True) is None
     assert names == []
 
 
 @pytest.mark.parametrize(
     "error", [ImportError("libcudart.so"), RuntimeError("no FA3 kernels\nmore"), AssertionError("local on 9.x")]
 )
-@pytest.mark.parametrize("fails", ["activate", "attempt"])
+@pytest.mark.parametrize("fails", ["activate_flash_attention_impl", "try_out"])
 def test_a_package_that_cannot_be_used_is_one_warning(
     error: Exception, fails: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,19 +78,22 @@ def test_a_package_that_cannot_be_used_is_one_warning(
     def fail(_: object) -> None:
         raise error
 
-    options = {"activate": lambda _: None, "attempt": lambda _: None, fails: fail}
+    for name in ("activate_flash_attention_impl", "try_out"):
+        monkeypatch.setattr(flash, name, fail if name == fails else lambda _: None)
     for installed in (lambda _: True, lambda module: module == "flash_attn_interface"):
-        assert activated(HOPPER, 64, deterministic=False, installed=installed, **options) is None
+        assert activated(HOPPER, 64, deterministic=False, installed=installed) is None
     first = str(error).partition("\n")[0]
     assert f"flash_attn_interface is installed and cannot be used ({first}); FlashAttention-3 is" in caplog.text
     assert len(caplog.records) == len(restored) == 3
 
 
-def test_the_head_of_the_model_is_tried_out() -> None:
+def test_the_head_of_the_model_is_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(head_dim: int) -> None:
         assert head_dim <= 128, "heads of 256"
 
-    options = {"deterministic": False, "installed": lambda _: True, "activate": lambda _: None, "attempt": attempt}
+    monkeypatch.setattr(flash, "activate_flash_attention_impl", lambda _: None)
+    monkeypatch.setattr(flash, "try_out", attempt)
+    options = {"deterministic": False, "installed": lambda _: True}
     assert activated(BLACKWELL, 128, **options) is not None
     assert activated(BLACKWELL, 256, **options) is None
 

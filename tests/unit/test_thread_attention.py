@@ -31,7 +31,7 @@ from longshard.sharding import rows as sharded_rows
 from longshard.sharding.exchange import Pending
 from longshard.sharding.layout import AxisLayout, sized
 from longshard.sharding.placement import replicate
-from longshard.sharding.rows import exchange
+from longshard.sharding.rows import Axis, exchange
 from scripts.gpu_blocks.block import largest
 from tests.covering import Row, covering_array
 from tests.distributed.attention_cases import BATCH, Case, random, relative
@@ -152,7 +152,7 @@ def exchanged(rank: int, mesh: ThreadMesh, length: int) -> list[tuple[bool, bool
         wish, own = wishes(kind, layout), torch.from_numpy(layout.indices(rank))
         whole = random(3, length, 2).requires_grad_()
         x = whole.detach()[:, own].to(mesh.device_type).requires_grad_()
-        got = exchange(x, layout, wish, dim=1, group=mesh.get_group())
+        got = exchange(x, Axis(layout, mesh.get_group()), tuple(map(tuple, wish)), 1)
         all_rows = [expected(whole, ranges, 1) for ranges in wish]
         cotangents = [random(*rows.shape, seed=r) for r, rows in enumerate(all_rows)]
         (gradient,) = torch.autograd.grad(got, x, cotangents[rank].to(got.device))

@@ -67,7 +67,7 @@ def build_execution(
     if waiting is not None:
         how = {"merge": gpu.merge, "waiting": waiting}
         return ChunkExecution(lower(plan, kernel.capabilities), kernel, *groups, **how)
-    staged = plan if plan.inner is None else plan.inner
+    staged = plan.inner or plan
     stage_group, head_group = (own_group(group, "kv", device_type) for group in groups)
     gradients = own_group(groups[0], "dkv", device_type) if staged.degree > 1 else stage_group
     passes = options.heads_per_pass if plan.inner is None else 0

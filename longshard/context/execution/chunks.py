@@ -146,13 +146,13 @@ class ChunkExecution(StagedExecution):
         if following is None:
             return held, Pending()
         stage = following.stage
-        owner = following.stage.messages[0].source
+        owner = stage.messages[0].source
         offsets, waiting = self.waiting.rows[self.layer, owner]
         for chunk in (owner, self.plan.rank) if stage.home else ():
             if (sums := self.waiting.gradients.get((self.layer, chunk))) is not None:
                 sums.fetch()
         source = waiting.fetch()
-        (first, *others) = offsets.places(stage.held)
+        first, *others = offsets.places(stage.held)
         rows = (
             source.new_empty(stage.rows, *source.shape[1:]) if others else source[slice(*first)]
         )

@@ -23,10 +23,10 @@ def value_dim(q: Tensor, latent: Tensor, up: Tensor) -> int:
 
     Args:
         q: The queries, (B, H, S, N + P).
-        latent: The latents, (B, 1, T, R + P).
+        latent: The latents, (..., T, R + P).
         up: (H, N + V, R).
     """
-    return up.shape[1] + latent.shape[3] - up.shape[2] - q.shape[3]
+    return up.shape[1] + latent.shape[-1] - up.shape[2] - q.shape[3]
 
 
 def expanded(latent: Tensor, up: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
@@ -125,8 +125,7 @@ class Expansion:
         """
         up = self._up[heads]
         rank = up.shape[2]
-        rotated = latent.shape[3] - up.shape[2]
-        unrotated = dk.shape[3] - rotated
+        unrotated = dk.shape[3] - (latent.shape[3] - rank)
         # (B, H, T, N + V)
         gradient = torch.cat((dk[..., :unrotated], dv), -1)[..., : up.shape[1]].to(up.dtype)
         by_token = gradient.transpose(1, 2).flatten(2)  # (B, T, H * (N + V))

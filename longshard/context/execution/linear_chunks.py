@@ -101,21 +101,21 @@ class Chunks:
         self.fragments = fragments
         self.run = run
         self.x = x
-        self.lower = torch.ones(size, size, dtype=torch.bool, device=x.q.device).tril()
+        self.lower = x.q.new_ones(size, size, dtype=torch.bool).tril()
         self.strict = self.lower.tril(-1)
         # masks of tokens: the same document through the chunk, from before the chunk, to the end of the chunk
-        self.goes_on = self.begins = self.ends = None
+        goes_on = begins = ends = None
         if x.document is not None:
             same = x.document.unsqueeze(-1) == x.document.unsqueeze(-2)
             self.lower = same & self.lower
             self.strict = same & self.strict
-            self.begins = (x.document == 0).unsqueeze(-1)
+            begins = (x.document == 0).unsqueeze(-1)
             last = x.document[..., -1:]
-            self.ends = (x.document == last).unsqueeze(-1)
-            self.goes_on = (last == 0).unsqueeze(-1)
-        self.grown = _masked(x.decay.exp(), self.begins)
-        self.to_end = _masked((x.decay[..., -1:, :] - x.decay).exp(), self.ends)
-        self.through = _masked(x.decay[..., -1:, :].exp(), self.goes_on).mT  # (..., 1 or K, 1)
+            ends = (x.document == last).unsqueeze(-1)
+            goes_on = (last == 0).unsqueeze(-1)
+        self.grown = _masked(x.decay.exp(), begins)
+        self.to_end = _masked((x.decay[..., -1:, :] - x.decay).exp(), ends)
+        self.through = _masked(x.decay[..., -1:, :].exp(), goes_on).mT  # (..., 1 or K, 1)
         self.q_in = x.q * self.grown
         self.k_in = x.k * self.grown
         self.k_out = x.k * self.to_end
@@ -127,7 +127,7 @@ class Chunks:
         if x.beta is not None:
             self.among = among[0].masked_fill(~self.strict, 0)
             # Compute the whole inverse, which the backward uses too: a solution for each column would cost more.
-            one = torch.eye(size, dtype=x.q.dtype, device=x.q.device).expand_as(self.among)
+            one = x.q.new_ones(size).diag().expand_as(self.among)
             self.solve = torch.linalg.solve_triangular(
                 x.beta * self.among, one, upper=False, unitriangular=True
             )
@@ -143,13 +143,11 @@ class Chunks:
         maps = []
         k = x.k.shape[-1]
         v = x.v.shape[-1]
-        columns = v + (1 if x.beta is None else k)
+        identity = x.k.new_ones(k, 1) if x.beta is None else x.k.new_ones(k).diag()
         for first, end in self.fragments:
-            state = x.k.new_zeros(*x.k.shape[:2], self._runs(first, end), k, columns)
-            if x.beta is None:
-                state[..., v:] = 1
-            else:
-                state[..., v:] = torch.eye(k, dtype=state.dtype, device=state.device)
+            runs = self._runs(first, end)
+            state = x.k.new_zeros(*x.k.shape[:2], runs, k, v + identity.shape[1])
+            state[..., v:] = identity
             for at, here in self._steps(first, end):
                 old = state[:, :, here]
                 new = self.through[:, :, at] * old
@@ -224,7 +222,7 @@ class Chunks:
         Args:
             read: As returned by `read`.
         """
-        (_, reads) = read
+        _, reads = read
         biases = []
         for first, end in self.fragments:
             state = reads.new_zeros(*reads.shape[:2], self._runs(first, end), *reads.shape[3:])
@@ -246,7 +244,7 @@ class Chunks:
             becomes
         the gradient of the additions of tokens.
         """
-        (dadded, reads) = read
+        dadded, reads = read
         steps = []
         for at, here in reversed([*self._steps(first, end)]):
             steps.append(state)

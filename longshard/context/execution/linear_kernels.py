@@ -78,8 +78,8 @@ class KernelPass:
     """
 
     def __init__(self, x: Tokens, lengths: Sequence[int]) -> None:
-        (batch, _, heads, k_dim) = x.q.shape
-        (*_, states, v_dim) = x.v.shape
+        batch, _, heads, k_dim = x.q.shape
+        *_, states, v_dim = x.v.shape
         self._x = x
         self._lengths = list(lengths)
         self._groups = defaultdict(list)
@@ -119,7 +119,7 @@ class KernelPass:
             tokens = [self._batch(x, length) for x in (k, k, v, decay, *beta)]
             state = self._group_states(maps, numbers).zero_()
             if beta:
-                state[..., v_dim:] = torch.eye(k_dim, dtype=state.dtype, device=state.device)
+                state[..., v_dim:] = state.new_ones(k_dim).diag()
                 after = _by_kernels(tokens, state, 1.0)[1]
             else:
                 after = _by_kernels(tokens, state[..., :v_dim].contiguous(), 1.0)[1]
@@ -136,7 +136,7 @@ class KernelPass:
         """
         entries = self._before(ends)
         after = torch.empty_like(self.zeros)
-        out: dict[int, Tensor] = {}
+        out = {}
         for length, numbers in self._groups.items():
             tokens = [self._batch(x, length) for x in self._inputs]
             rows, states = _by_kernels(
@@ -181,7 +181,7 @@ class KernelPass:
             ends: The gradients of the states after fragments.
         """
         exits = self._before(ends)
-        parts: list[dict[int, Tensor]] = [{} for _ in self._inputs]
+        parts = [{} for _ in self._inputs]
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes.pop(length)
             gradients = torch.autograd.grad(

@@ -79,7 +79,7 @@ def pairs_adjoint(
 
 
 def _lower(x: Tensor) -> Tensor:
-    return torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).tril()
+    return x.new_ones(x.shape[-2], x.shape[-2], dtype=torch.bool).tril()
 
 
 def _between(decay: Tensor, mask: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from longshard.context.execution.kernels.base import (
     QKV,
@@ -54,7 +54,7 @@ from longshard.sharding.exchange import (
     reduce_shards,
     send_receive,
 )
-from longshard.sharding.ranges import Offsets, Range, Ranges, intersection
+from longshard.sharding.ranges import Offsets, Ranges, intersection
 from longshard.sharding.rows import put_rows
 
 
@@ -75,8 +75,8 @@ class StagedExecution:
 
     lowered: LoweredPlan
     kernel: Kernel
-    group: dist.ProcessGroup
-    gradient_group: dist.ProcessGroup
+    group: ProcessGroup
+    gradient_group: ProcessGroup
     heads_per_pass: int = 0
     gradient_dtype: torch.dtype | None = None
     merge: Merge = merge
@@ -302,7 +302,7 @@ class StagedExecution:
 
         def arrived() -> None:
             for owner, there, here in self._pieces(stage):
-                rows[slice(*here)] = gathered[owner, slice(*there)]
+                rows[here] = gathered[owner, there]
 
         return Pending([pending], [gathered], arrived)
 
@@ -310,23 +310,19 @@ class StagedExecution:
         """Start to sum all ranks' gradients of held rows at the owners; return own rows, padded, and the handle."""
         shards = gradient.new_zeros(self.plan.degree, self.plan.longest, *gradient.shape[1:])
         for owner, there, here in self._pieces(stage):
-            shards[owner, slice(*there)] = gradient[slice(*here)]
+            shards[owner, there] = gradient[here]
         return reduce_shards(shards, self.gradient_group, kind="dkv")
 
-    def _pieces(self, stage: Stage) -> Iterator[tuple[int, Range, Range]]:
+    def _pieces(self, stage: Stage) -> Iterator[tuple[int, slice, slice]]:
         """Yield the ranges that a stage holds: (owner, place in the owner's shard, place in the stage's buffer)."""
         for owner, ranges in enumerate(
             self.plan.kv_layout.repeated(self.plan.sequences).ranges
         ):
             if owner == self.plan.rank:
                 continue
-            there = Offsets(ranges)
-            for start, stop in intersection(stage.held, ranges):
-                yield (
-                    owner,
-                    (there(start), there(stop - 1) + 1),
-                    (stage.places(start), stage.places(stop - 1) + 1),
-                )
+            both = Offsets(ranges), stage.places
+            for held in intersection(stage.held, ranges):
+                yield owner, *(slice(*each.places([held])[0]) for each in both)
 
 
 def _rows_at(rows: Tensor, places: Ranges) -> Tensor:

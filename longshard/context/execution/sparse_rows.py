@@ -25,8 +25,6 @@ KEYS = 32768
 """The most keys of a tile of index scores."""
 TILE_BYTES = 1 << 30
 """The most bytes of a tile for one sequence of the batch, with the scores of all index heads. At least 16 queries."""
-GATHERED_BYTES = 1 << 30
-"""The most bytes of chosen rows and of their scores at a time. At least one query is computed at a time."""
 
 
 class Index(NamedTuple):
@@ -55,7 +53,7 @@ def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: 
     batch, rows, heads = index.weights.shape
     device = keys.device
     dtype = wide_type(keys.dtype)
-    chosen = torch.full((batch, rows, per_query), -1, dtype=torch.int32, device=device)
+    chosen = keys.new_full((batch, rows, per_query), -1, dtype=torch.int32)
     whole = -(-length // 16) * 16
     width = min(whole, KEYS)
     step = min(whole, max(TILE_BYTES // (heads * width * dtype.itemsize), 16))
@@ -68,7 +66,7 @@ def choose(index: Index, keys: Tensor, visible: Tensor, per_query: int, length: 
         number = limits.shape[1]
         best = queries.new_empty(batch, number, 0, dtype=dtype)
         best_places = best.long()
-        broken = torch.zeros(batch, number, 1, dtype=torch.bool, device=device)
+        broken = keys.new_zeros(batch, number, 1, dtype=torch.bool)
         first = int(limits[..., 0].min()) // width * width
         last = int(limits[..., 1].max())
         for tile in range(first, last, width):
@@ -188,17 +186,6 @@ def attend(q: Tensor, keys: Rows, width: int, up: Tensor, scale: float) -> Atten
     return Attended(queries, weights, sums, value_projection, lse)
 
 
-class Gradients(NamedTuple):
-    """Gradients of the inputs of `attend`, or of the index."""
-
-    queries: Tensor
-    """Shape of the queries."""
-    rows: Tensor
-    """(B, s, k, W) or (B, k, W); for the index (..., D)."""
-    weights: Tensor
-    """Of `up`, (H, N + V, R); for the index of its weights, (B, s, J)."""
-
-
 def attention_gradients(
     dout: Tensor,
     q: Tensor,
@@ -206,8 +193,8 @@ def attention_gradients(
     attended: Attended,
     up: Tensor,
     scale: float,
-) -> Gradients:
-    """Return the gradients of queries, latents and `up`.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, of latents, (B, s, k, W) or (B, k, W), and of `up`.
 
     Args:
         dout: (B, H, s, V), the gradient of the output.
@@ -233,25 +220,29 @@ def attention_gradients(
     dq = torch.cat((dlatents @ up[:, :kept].mT, dqueries[..., rank:]), -1)
     dkeys = torch.einsum("bhsn,bhsr->hnr", q[..., :kept], dlatents)
     dvalues = torch.einsum("bhsv,bhsr->hvr", dout, attended.latents)
-    return Gradients(dq, drows, torch.cat((dkeys, dvalues), 1))
+    return dq, drows, torch.cat((dkeys, dvalues), 1)
 
 
 class Divergence:
     """The loss of an indexer for some queries.
 
     Args:
-        index: The index of the queries; its keys are not used.
+        index: The index of a rank; its keys are not used.
+        part: The queries.
         keys: The rows, with index keys in the channels after the latents.
         attended: The attention of the same queries.
     """
 
-    def __init__(self, index: Index, keys: Rows, attended: Attended) -> None:
-        self._index = index
+    def __init__(self, index: Index, part: slice, keys: Rows, attended: Attended) -> None:
+        self._queries, self._weights = (
+            wide(index.queries[:, part]),
+            wide(index.weights[:, part]),
+        )
         self._axes = keys.axes
         self._rows = keys.rows[..., attended.queries.shape[-1] :]
-        products = torch.einsum(f"bsjd,{self._axes}d->bsjk", index.queries, self._rows)
+        products = torch.einsum(f"bsjd,{self._axes}d->bsjk", self._queries, self._rows)
         self._products = products.relu()
-        scores = (index.weights.unsqueeze(2) @ self._products).squeeze(2)
+        scores = (self._weights.unsqueeze(2) @ self._products).squeeze(2)
         scores = scores.masked_fill(~keys.seen, -torch.inf)
         self._log_shares = scores.log_softmax(-1).masked_fill(~keys.seen, 0)
         self._seen = keys.seen
@@ -263,8 +254,8 @@ class Divergence:
         target = self._target
         return (target.xlogy(target) - target * self._log_shares).sum(-1)
 
-    def gradients(self, dloss: Tensor) -> Gradients:
-        """Return the gradients of the index.
+    def gradients(self, dloss: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of queries, of index keys, (B, s, k, D) or (B, k, D), and of weights.
 
         Args:
             dloss: (B, s), the gradient of the loss.
@@ -272,11 +263,11 @@ class Divergence:
         shares = self._log_shares.exp().masked_fill(~self._seen, 0)
         dscores = (shares - self._target) * dloss.unsqueeze(-1)
         dweights = (self._products @ dscores.unsqueeze(-1)).squeeze(-1)
-        dproducts = dscores.unsqueeze(2) * self._index.weights.unsqueeze(-1)
+        dproducts = dscores.unsqueeze(2) * self._weights.unsqueeze(-1)
         dproducts.masked_fill_(self._products <= 0, 0)
         dqueries = torch.einsum(f"bsjk,{self._axes}d->bsjd", dproducts, self._rows)
-        drows = torch.einsum(f"bsjk,bsjd->{self._axes}d", dproducts, self._index.queries)
-        return Gradients(dqueries, drows, dweights)
+        drows = torch.einsum(f"bsjk,bsjd->{self._axes}d", dproducts, self._queries)
+        return dqueries, drows, dweights
 
 
 def chosen_rows(rows: Tensor, chosen: Tensor) -> Rows:
@@ -326,17 +317,3 @@ def add_rows(total: Tensor, gradient: Tensor, chosen: Tensor) -> None:
     places = chosen.clamp(min=0).long() + offsets.view(-1, 1, 1)
     rows = total.flatten(0, 1)
     rows.index_add_(0, places.flatten(), gradient.flatten(0, 2))
-
-
-def queries_at_a_time(q: Tensor, index_heads: int, row_channels: int, keys: int) -> int:
-    """Return how many queries are computed at a time, see `GATHERED_BYTES`.
-
-    Args:
-        q: (B, H, S, N + P).
-        index_heads: J.
-        row_channels: Channels of a row; 0 if all queries have the same rows.
-        keys: Number of keys of a query.
-    """
-    channels = 2 * q.shape[1] + 3 * index_heads + row_channels
-    size = q.shape[0] * keys * channels * wide_type(q.dtype).itemsize
-    return max(GATHERED_BYTES // max(size, 1), 1)

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from longshard.context.execution.kernels.base import (
     BackwardInputs,
@@ -101,7 +101,7 @@ class HeadExchange:
     """
 
     plan: RankPlan
-    group: dist.ProcessGroup
+    group: ProcessGroup
     inner: StagedExecution
     heads_per_pass: int = 0
     query_heads_per_pass: int = 0
@@ -121,12 +121,11 @@ class HeadExchange:
             self._check_keep(terms)
         q, k, v = (fold_batch(x, self.plan) for x in qkv)
         passes = self._passes(q, k.shape[1])
-        keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
-        returning: list[Pending] = []
-        into: tuple[Tensors, Tensors] = [], []
+        returning = []
+        into = [], []
         kept = Tensors()
         held = Tensors()
-        for share, bundle, inputs in self._arriving([q], keys, passes, kind="qkv"):
+        for share, bundle, inputs in self._arriving([q], [k, v], passes, kind="qkv"):
             all_q, *head_rows = bundle.tensors(inputs)  # (B, h, R, D), (B, k, R, D)
             head_rows = [all_q, *_keys(head_rows, share, held)]
             kept += inputs if keep else []
@@ -179,9 +178,9 @@ class HeadExchange:
         sum_dtype = wide_type(dout.dtype)
         gradient_dtype = sum_dtype if copies > 1 else dout.dtype
         optional_gradients = [None if x is None else torch.zeros_like(x) for x in terms[1:]]
-        returning: list[Pending] = []
-        into: tuple[Tensors, Tensors] = [], []
-        sums: Tensors = []
+        returning = []
+        into = [], []
+        sums = []
         for share, inside in pass_inputs(inputs, dout, passes):
             own_heads = share.queries(self.group.rank())
             in_parts = not (share.has_keys and share.has_gradients)
@@ -216,10 +215,9 @@ class HeadExchange:
     ) -> _Passes:
         """Yield the inputs of the backward of each pass: all rows of this rank's heads, exchanged again."""
         q, k, v, out, lse = (fold_batch(x, self.plan) for x in inputs[1:])
-        keys = [repeated(x, x.shape[1] * passes[0].copies) for x in (k, v)]
-        held: Tensors = []
+        held = []
         for share, bundle, *rows in self._arriving(
-            [q, dout, out, lse], keys, passes, kind="qkv_dout"
+            [q, dout, out, lse], [k, v], passes, kind="qkv_dout"
         ):
             yield share, [_backward_inputs(bundle.tensors(rows.pop()), share, held)]
 
@@ -258,6 +256,7 @@ class HeadExchange:
 
         The next pass is sent while the caller computes with a pass.
         """
+        keys = [repeated(x, x.shape[1] * passes[0].copies) for x in keys]
         incoming = self._send_heads(queries, keys, passes[0], kind=kind)
         for share, following in with_next(passes):
             bundle, received, pending = incoming

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from longshard.context.planning.cost import SHORT_SHARD
-from longshard.context.planning.mask import Mask, causal
+from longshard.context.planning.mask import Mask, causal, counted
 from longshard.sharding.layout import LAYOUTS, AxisLayout, contiguous
 
 LOAD_BALANCERS = (*LAYOUTS, "balanced")
@@ -98,7 +98,7 @@ class Work:
         self._starts = np.arange(mask.sequences)[:, None] * mask.q_len
         self._bands = np.array(mask.bands, dtype=np.int64).reshape(-1, 6)
         self.borders = np.unique(self._bands[:, :2] % max(mask.q_len, 1))
-        numbers, band = _count(-(-(self._bands[:, 1] - self._bands[:, 0]) // tile))
+        numbers, band = counted(-(-(self._bands[:, 1] - self._bands[:, 0]) // tile))
         _, q_stop, kv_start, kv_stop, lower, upper = self._bands[band].T
         first = self._bands[band, 0] + numbers * tile
         last = np.minimum(first + tile, q_stop)
@@ -162,23 +162,20 @@ class _Circle:
 
     def __init__(self, work: Work, parts: np.ndarray, block: int) -> None:
         self._work, self._parts, self._block = work, parts, block
-        self.places = np.concatenate([[0], np.cumsum(parts[:, 1] - parts[:, 0])])
-        start = work.before(parts[:, 0])
-        stop = work.before(parts[:, 1])
-        before = np.concatenate([[0], np.cumsum(stop - start)])
+        starts, stops = parts.T
+        self.places = np.concatenate([[0], np.cumsum(stops - starts)])
+        self.length = int(self.places[-1])
+        start = work.before(starts)
+        before = np.concatenate([[0], np.cumsum(work.before(stops) - start)])
         self.all_work = int(before[-1])
         # Added to the work before a token of the sequence, it gives the work before the token's place.
         self._shift = before[:-1] - start
-        self._keys_of_parts = (parts[:, 0] - work.first_seen(parts[:, 0])).sum(axis=0)
-
-    @property
-    def length(self) -> int:
-        return int(self.places[-1])
+        self._keys_of_parts = (starts - work.first_seen(starts)).sum(axis=0)
 
     @cached_property
     def stops(self) -> np.ndarray:
         """The places where parts start, and places after whole blocks of a part, if a block follows them."""
-        numbers, part = _count(
+        numbers, part = counted(
             np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1)
         )
         return self.places[part] + numbers * self._block
@@ -332,12 +329,6 @@ class _Halving:
             middle = np.stack([starts, arcs.work - share * circle.all_work])
             low = np.concatenate([low, middle], axis=1)
             high = np.concatenate([middle, high], axis=1)
-
-
-def _count(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers 0 ... length - 1 for each length, one after another, and the index of the length of each."""
-    index = np.repeat(np.arange(len(lengths)), lengths)
-    return np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths), index
 
 
 def _merged(parts: np.ndarray) -> np.ndarray:

@@ -61,24 +61,17 @@ class Capabilities:
             deterministic: Whether the backward must give the same bits each time.
             softcap: Whether scores have a soft-cap.
         """
-        lacks = []
-        if device_type and self.device not in (None, device_type):
-            lacks.append(f"tensors on {device_type}")
-        if dtype and dtype not in self.dtypes:
-            lacks.append(dtype)
-        if (
-            head_dim > self.max_head_dim
+        is_lacking = {
+            f"tensors on {device_type}": device_type and self.device not in (None, device_type),
+            dtype: dtype and dtype not in self.dtypes,
+            f"heads of size {head_dim}": head_dim > self.max_head_dim
             or head_dim % self.head_dim_multiple
-            or head_dim in self.broken_heads
-        ):
-            lacks.append(f"heads of size {head_dim}")
-        if bands and not (self.bands or self.masks):
-            lacks.append("a sliding window")
-        if deterministic and not self.deterministic:
-            lacks.append("training.deterministic")
-        if softcap and not self.softcap:
-            lacks.append("a soft-cap of scores")
-        return lacks
+            or head_dim in self.broken_heads,
+            "a sliding window": bands and not (self.bands or self.masks),
+            "training.deterministic": deterministic and not self.deterministic,
+            "a soft-cap of scores": softcap and not self.softcap,
+        }
+        return [words for words in is_lacking if is_lacking[words]]
 
 
 _HALVES = frozenset({"bfloat16", "float16"})

@@ -72,15 +72,6 @@ class HeadShare:
         """Whether the gradients of keys and values are complete with this pass."""
         return self.part[1] == self.group
 
-    def keys(self, rank: int) -> list[int]:
-        """Return the key/value heads of a rank in this pass; a head is repeated if the rank has several copies of it.
-
-        Args:
-            rank: The rank.
-        """
-        first = rank * self.per_rank
-        return [head // self.copies for head in range(first + self.start, first + self.stop)]
-
     def queries(self, rank: int) -> slice:
         """Return the query heads of a rank in this pass.
 

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from longshard.context.planning.capabilities import Capabilities
 from longshard.context.planning.mask import Relation
 from longshard.context.planning.plan import RankPlan, Stage
 from longshard.context.planning.tiles import Tile
-from longshard.sharding.ranges import Range, Ranges, intersection, size, union
+from longshard.sharding.ranges import Spans, intersection, size, union
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Launch:
         )
 
     @cached_property
-    def q(self) -> tuple[Range, ...]:
+    def q(self) -> Spans:
         """The queries of each call."""
         return tuple(call.q for call in self.calls)
 
     @cached_property
-    def kv(self) -> tuple[Range, ...]:
+    def kv(self) -> Spans:
         """The keys of each call."""
         return tuple(call.kv for call in self.calls)
 
@@ -87,10 +87,8 @@ class Launch:
     @cached_property
     def longest(self) -> tuple[int, int]:
         """The largest number of queries and the largest number of keys of a call."""
-        most_q, most_kv = (
-            max(stop - start for start, stop in spans) for spans in (self.q, self.kv)
-        )
-        return most_q, most_kv
+        both = self.q, self.kv
+        return tuple(max(stop - start for start, stop in spans) for spans in both)
 
     @cached_property
     def q_runs(self) -> tuple[Run, ...]:
@@ -157,7 +155,7 @@ def lower(plan: RankPlan, capabilities: Capabilities) -> LoweredPlan:
 
 
 def _launches(stages: tuple[Stage, ...], capabilities: Capabilities) -> Iterator[Launches]:
-    touched: Ranges = ()
+    touched = ()
     for stage in stages:
         launches = []
         touched_keys = ()
@@ -228,10 +226,7 @@ def adds_up(stages: Iterable[Launches]) -> bool:
     return any(not run.fresh for launch in launches for run in launch.q_runs)
 
 
-T = TypeVar("T", bound=Tile)
-
-
-def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
+def batch_calls(tiles: Iterable[Tile]) -> list[tuple[Tile, ...]]:
     """Return the tiles grouped by launch, ordered by their queries, for a kernel that computes many tiles at once.
 
     A single query that sees all its keys is grouped with the CAUSAL tiles, where the documents around it are.
@@ -239,7 +234,7 @@ def batch_calls(tiles: Iterable[T]) -> list[tuple[T, ...]]:
     Args:
         tiles: The tiles.
     """
-    groups: dict[tuple[Relation, int], list[T]] = {}
+    groups = {}
     for tile in tiles:
         single = tile.relation is Relation.FULL and tile.q[1] - tile.q[0] == 1
         groups.setdefault((Relation.CAUSAL, 0) if single else _kind(tile), []).append(tile)
@@ -261,7 +256,7 @@ def _extra_keys(tile: Tile) -> int:
     return tile.kv[1] - tile.kv[0] - (tile.q[1] - tile.q[0])
 
 
-def _runs(spans: tuple[Range, ...], fresh: list[bool]) -> Iterator[Run]:
+def _runs(spans: Spans, fresh: list[bool]) -> Iterator[Run]:
     """Yield the longest runs of adjacent spans that are equally fresh."""
     first = place = 0
     for number, (_, stop) in enumerate(spans, 1):
@@ -280,7 +275,7 @@ def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
         tile: The tile.
         capabilities: What the kernel can do.
     """
-    (kv_start, kv_stop) = tile.kv
+    kv_start, kv_stop = tile.kv
     extra = _extra_keys(tile)
     if 0 < capabilities.large <= shortest_side(tile) and not tile.relation.lower:
         yield from _large_parts(tile, capabilities)
@@ -312,8 +307,8 @@ def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
     part that is large itself, as of 300,000 tokens, is cut again. A remaining CAUSAL part stays one call, so that its
     results are not added up.
     """
-    (q_start, q_stop) = tile.q
-    (kv_start, kv_stop) = tile.kv
+    q_start, q_stop = tile.q
+    kv_start, kv_stop = tile.kv
     middle = q_start + recurring_length(q_stop - q_start)
     rows = q_start, middle
     if tile.relation is Relation.CAUSAL:
@@ -351,23 +346,24 @@ def _pieces(tile: Tile, extra: int) -> Iterator[Tile]:
         tile: The tile.
         extra: By how much the keys of the tile outnumber its queries.
     """
-    (q_start, q_stop) = tile.q
-    (kv_start, kv_stop) = tile.kv
+    q_start, q_stop = tile.q
+    kv_start, kv_stop = tile.kv
+    is_band = tile.relation is Relation.BI_CAUSAL
     rows = max(_FEWEST_ROWS, min(_MOST_ROWS, extra + 1))
     for start in range(q_start, q_stop, rows):
         q = start, min(start + rows, q_stop)
         count = q[1] - start
         first = kv_start + start - q_start  # the first key of the first query
-        last = kv_stop if tile.relation is Relation.INV_CAUSAL else first + extra + count
-        if tile.relation is Relation.BI_CAUSAL and extra < count:
+        last = first + extra + count if is_band else kv_stop
+        if is_band and extra < count:
             # The band is narrower than the piece, so that both diagonals cross it.
             yield Tile(q, (first, last), Relation.BI_CAUSAL)
             continue
         yield Tile(q, (first, first + count), Relation.INV_CAUSAL)
-        middle = first + count, last - count if tile.relation is Relation.BI_CAUSAL else last
+        middle = first + count, last - count if is_band else last
         if middle[0] < middle[1]:
             yield Tile(q, middle)
-        if tile.relation is Relation.BI_CAUSAL:
+        if is_band:
             yield Tile(q, (last - count, last), Relation.CAUSAL)
 
 

@@ -76,17 +76,8 @@ class Band(NamedTuple):
     lower: int = -ANY
     upper: int = ANY
 
-    def visible(self, query: int) -> Range:
-        """Return the keys that a query of this band sees; (x, x) if it sees none.
-
-        Args:
-            query: The query.
-        """
-        start = max(self.kv_start, query + self.lower)
-        return start, max(start, min(self.kv_stop, query + self.upper + 1))
-
     def hull(self, start: int, stop: int) -> Range:
-        """Return the keys that some query of [start, stop) sees; they are one range.
+        """Return the keys that some query of [start, stop) sees; they are one range, (x, x) without keys.
 
         Args:
             start: The first query.
@@ -226,12 +217,9 @@ class Mask:
         Keys are counted within their sequence. A query that sees no key has two equal numbers.
         """
         table = np.array(self.bands, dtype=np.int64).reshape(-1, 6)
-        lengths = table[:, 1] - table[:, 0]
-        queries = np.repeat(table[:, 0] - np.cumsum(lengths) + lengths, lengths)
-        queries += np.arange(lengths.sum())
-        kv_start, kv_stop, lower, upper = (
-            np.repeat(column, lengths) for column in table[:, 2:].T
-        )
+        numbers, band = counted(table[:, 1] - table[:, 0])
+        queries = table[band, 0] + numbers
+        kv_start, kv_stop, lower, upper = table[band, 2:].T
         start = np.maximum(kv_start, queries + lower)
         stop = np.maximum(np.minimum(kv_stop, queries + upper + 1), start)
         intervals = np.zeros((self.sequences * self.q_len, 2), dtype=np.int64)
@@ -247,6 +235,16 @@ class Mask:
     def area(self) -> int:
         """Return the number of visible pairs of all sequences."""
         return int(self.work().sum())
+
+
+def counted(lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers 0 ... length - 1 for each length, one after another, and the index of the length of each.
+
+    Args:
+        lengths: The lengths, (n,) int64.
+    """
+    index = np.repeat(np.arange(len(lengths)), lengths)
+    return np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths), index
 
 
 def full(q_len: int, kv_len: int | None = None) -> Mask:

@@ -58,7 +58,7 @@ class _Rows:
         for end in (0, 1):
             slope = other.first[end] - self.last[end]
             if slope not in (0, 1) or any(
-                rows.count > 1 and rows.last[end] - rows.first[end] != slope * (rows.count - 1)
+                rows.last[end] - rows.first[end] != slope * (rows.count - 1)
                 for rows in (self, other)
             ):
                 return None
@@ -88,9 +88,8 @@ def _stretches(
                 *places.borders(start + bound, stop + bound),
             ]
             cuts.update(border - bound for border in borders if start < border - bound < stop)
-    ordered = sorted(cuts)
-    for first, after in pairwise(ordered):
-        ends = [tuple(map(places, band.visible(query))) for query in (first, after - 1)]
+    for first, after in pairwise(sorted(cuts)):
+        ends = [tuple(map(places, band.hull(query, query + 1))) for query in (first, after - 1)]
         if ends[0][0] < ends[0][1]:
             assert ends[1][0] < ends[1][1]
             yield _Rows(place + first - start, after - first, *ends)
@@ -115,8 +114,8 @@ class Needs:
         self.kv_ranges = kv_layout.repeated(mask.sequences).ranges
         self._bands = mask.bands
         self._band_stops = [band.q_stop for band in mask.bands]
-        self._keys: dict[int, Ranges] = {}
-        self._held: dict[Range, Ranges] = {}
+        self._keys = {}
+        self._held = {}
 
     def keys(self, rank: int) -> Ranges:
         """Return the keys that some query of a rank sees.

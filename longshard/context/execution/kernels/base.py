@@ -9,12 +9,13 @@ The backward gets the output and the log-sum-exp of the WHOLE attention. So it c
 attention, and the gradients of all tiles add up (Liu et al., Ring Attention, arXiv 2310.01889).
 """
 
-from typing import NamedTuple, Protocol
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from longshard.context.planning.capabilities import Capabilities
+from longshard.context.planning.capabilities import CAPABILITIES, Capabilities
 from longshard.context.planning.lowering import Call, Launch
 from longshard.context.planning.mask import Relation
 
@@ -94,16 +95,44 @@ class Terms(NamedTuple):
         return Terms(self.scale, *(None if x is None else x[heads] for x in self[1:]))
 
 
-class Kernel(Protocol):
+class Kernel:
     """A kernel: forward and backward of the calls of a launch, whose relations its capabilities allow.
+
+    A kernel of one tile has `forward` and `backward`; each of its launches has one call. A kernel of many tiles has
+    `forward_many` and `backward_many`; one tile is a launch of one call.
 
     Attributes:
         name: The name of the kernel.
-        capabilities: What the kernel can do.
     """
 
     name: str
-    capabilities: Capabilities
+
+    @cached_property
+    def capabilities(self) -> Capabilities:
+        """What the kernel can do."""
+        return CAPABILITIES[self.name]
+
+    def forward(self, q, k, v, *, relation, scale) -> OutLse:
+        """Return output, (B, H, S, D), and log-sum-exp, (B, H, S), of one tile.
+
+        Args:
+            q: The queries, (B, H, S, D).
+            k: The keys, (B, K, T, D).
+            v: The values, (B, K, T, D).
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
+        return self.forward_many(q, k, v, _one_call(q, k, relation), scale=scale)
+
+    def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
+        """Return dq, dk and dv of one tile.
+
+        Args:
+            inputs: The rows of the tile; output and log-sum-exp are over all keys.
+            relation: Which keys each query sees.
+            scale: The factor of the scores.
+        """
+        return self.backward_many(inputs, _one_call(inputs.q, inputs.k, relation), scale=scale)
 
     def forward_many(
         self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float
@@ -119,6 +148,10 @@ class Kernel(Protocol):
             launch: The launch.
             scale: The factor of the scores.
         """
+        (call,) = launch.calls
+        keys = slice(*call.kv)
+        inputs = part(q, slice(*call.q)), part(k, keys), part(v, keys)
+        return self.forward(*inputs, relation=call.relation, scale=scale)
 
     def backward_many(self, inputs: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
         """Return dq, dk and dv of a launch, which the caller adds up. Their rows are as in `forward_many`.
@@ -130,77 +163,9 @@ class Kernel(Protocol):
             launch: The launch.
             scale: The factor of the scores.
         """
-
-
-class OneTile:
-    """A kernel of one tile, (q, k, v, relation, scale) -> (out, lse). Each of its launches has one call."""
-
-    def forward_many(
-        self, q: Tensor, k: Tensor, v: Tensor, launch: Launch, *, scale: float
-    ) -> OutLse:
-        """Compute the only call of a launch, as `Kernel.forward_many`.
-
-        Args:
-            q: All queries, (B, H, S, D).
-            k: All keys, (B, K, T, D).
-            v: All values, (B, K, T, D).
-            launch: The launch.
-            scale: The factor of the scores.
-
-        Returns:
-            Output and log-sum-exp.
-        """
-        (call,) = launch.calls
-        keys = slice(*call.kv)
-        inputs = part(q, slice(*call.q)), part(k, keys), part(v, keys)
-        return self.forward(*inputs, relation=call.relation, scale=scale)
-
-    def backward_many(self, inputs: BackwardInputs, launch: Launch, *, scale: float) -> QKV:
-        """Compute the only call of a launch, as `Kernel.backward_many`.
-
-        Args:
-            inputs: All rows.
-            launch: The launch.
-            scale: The factor of the scores.
-
-        Returns:
-            dq, dk and dv.
-        """
         (call,) = launch.calls
         inputs = inputs.part(slice(*call.q), slice(*call.kv))
         return self.backward(inputs, relation=call.relation, scale=scale)
-
-
-class ManyTiles:
-    """A kernel of many tiles. One tile is a launch of one call."""
-
-    def forward(self, q, k, v, *, relation, scale):
-        """Compute one tile.
-
-        Args:
-            q: The queries, (B, H, S, D).
-            k: The keys, (B, K, T, D).
-            v: The values, (B, K, T, D).
-            relation: Which keys each query sees.
-            scale: The factor of the scores.
-
-        Returns:
-            Output and log-sum-exp.
-        """
-        return self.forward_many(q, k, v, _one_call(q, k, relation), scale=scale)
-
-    def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
-        """Compute the gradients of one tile.
-
-        Args:
-            inputs: The rows of the tile.
-            relation: Which keys each query sees.
-            scale: The factor of the scores.
-
-        Returns:
-            dq, dk and dv.
-        """
-        return self.backward_many(inputs, _one_call(inputs.q, inputs.k, relation), scale=scale)
 
 
 def _one_call(q: Tensor, k: Tensor, relation: Relation) -> Launch:

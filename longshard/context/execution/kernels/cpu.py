@@ -6,23 +6,21 @@ from torch import Tensor
 from longshard.context.execution.kernels.base import (
     QKV,
     BackwardInputs,
-    OneTile,
+    Kernel,
     hidden_pairs,
     repeated,
     summed,
 )
-from longshard.context.planning.capabilities import CAPABILITIES
 from longshard.context.planning.mask import Relation
 from longshard.sharding.tensors import wide_type
 
 _aten = torch.ops.aten
 
 
-class CpuFlash(OneTile):
+class CpuFlash(Kernel):
     """PyTorch's flash attention for CPUs, with grouped heads. Diagonals that are not of a square become a mask."""
 
     name = "cpu_flash"
-    capabilities = CAPABILITIES["cpu_flash"]
 
     def forward(self, q, k, v, *, relation, scale):
         """Return output and log-sum-exp of one tile.
@@ -62,7 +60,7 @@ class CpuFlash(OneTile):
         return False, q.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
 
 
-class Math(OneTile):
+class Math(Kernel):
     """Attention by its definition, in float32 at least: the reference, and the kernel if no other one can compute it.
 
     Args:
@@ -70,7 +68,6 @@ class Math(OneTile):
     """
 
     name = "math"
-    capabilities = CAPABILITIES["math"]
 
     def __init__(self, softcap: float = 0.0) -> None:
         self._softcap = softcap
@@ -102,18 +99,18 @@ class Math(OneTile):
         scores = self._scores(q, k, relation, scale)
         p = (scores - lse[..., None]).exp()
         dout, out, q_, k_, v_ = (x.to(p.dtype) for x in (dout, out, q, k, v))
-        dp = dout @ repeated(v_, q.shape[1]).transpose(-1, -2)
+        dp = dout @ repeated(v_, q.shape[1]).mT
         ds = p * (dp - (dout * out).sum(-1, keepdim=True)) * scale
         if self._softcap:  # a hidden pair has p = 0
             ds = ds * (1 - (scores.clamp(min=-self._softcap) / self._softcap).square())
-        dk = summed(ds.transpose(-1, -2) @ q_, k.shape[1])
-        dv = summed(p.transpose(-1, -2) @ dout, k.shape[1])
+        dk = summed(ds.mT @ q_, k.shape[1])
+        dv = summed(p.mT @ dout, k.shape[1])
         dq = ds @ repeated(k_, q.shape[1])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
     def _scores(self, q: Tensor, k: Tensor, relation: Relation, scale: float) -> Tensor:
         dtype = wide_type(q.dtype)
-        scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).transpose(-1, -2) * scale
+        scores = q.to(dtype) @ repeated(k, q.shape[1]).to(dtype).mT * scale
         if self._softcap:
             scores = self._softcap * torch.tanh(scores / self._softcap)
         if relation is not Relation.FULL:

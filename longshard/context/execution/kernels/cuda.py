@@ -18,21 +18,19 @@ from longshard.context.execution.kernels.base import (
     QKV,
     BackwardInputs,
     Kernel,
-    ManyTiles,
-    OneTile,
     OutLse,
     hidden_pairs,
     repeated,
     summed,
 )
-from longshard.context.planning.capabilities import CAPABILITIES, INDEX_LIMIT
+from longshard.context.planning.capabilities import INDEX_LIMIT
 from longshard.context.planning.lowering import Launch, is_large
 from longshard.context.planning.mask import Relation
-from longshard.sharding.ranges import Range
+from longshard.sharding.ranges import Spans
 from longshard.sharding.tensors import to_device
 
 
-class _Aten:
+class _Aten(Kernel):
     """A kernel of operators of aten, or of stand-ins for them."""
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
@@ -80,11 +78,10 @@ class _Flash(_Aten):
         )
 
 
-class CudaFlash(_Flash, OneTile):
+class CudaFlash(_Flash):
     """FlashAttention-2, with grouped heads and diagonals from the bottom right."""
 
     name = "cuda_flash"
-    capabilities = CAPABILITIES["cuda_flash"]
 
     @override
     def forward(self, q, k, v, *, relation, scale):
@@ -106,11 +103,10 @@ class CudaFlash(_Flash, OneTile):
         return tuple(_heads(x, size) for x in grads)
 
 
-class Efficient(_Aten, OneTile):
+class Efficient(_Aten):
     """Memory-efficient attention, in float32 too, for heads of any size; it needs repeated heads (arXiv 2112.05682)."""
 
     name = "efficient"
-    capabilities = CAPABILITIES["efficient"]
 
     @override
     def forward(self, q, k, v, *, relation, scale):
@@ -118,7 +114,7 @@ class Efficient(_Aten, OneTile):
         m = k.shape[2]
         out, lse, *_ = self._ops._efficient_attention_forward(
             *map(_rows, (q, repeated(k, q.shape[1]), repeated(v, q.shape[1]))), self._bias(q, m, relation),
-            None, None, n, m, 0.0, self._mask_type(relation), True, scale=scale,
+            None, None, n, m, 0.0, _CAUSAL_FROM_BOTTOM_RIGHT * (relation is Relation.CAUSAL), True, scale=scale,
         )  # fmt: skip
         return _heads(out, size), lse[..., :n]
 
@@ -133,13 +129,10 @@ class Efficient(_Aten, OneTile):
         lse = F.pad(lse, (0, -n % _LSE_MULTIPLE), value=torch.inf).contiguous()
         dq, *dkv, _ = self._ops._efficient_attention_backward(
             dout, *map(_rows, (q, k_, v_)), self._bias(q, m, relation), out, None, None, n, m, lse, 0.0,
-            *_random_state(torch.int64, q.device), self._mask_type(relation), False, scale=scale,
+            *_random_state(torch.int64, q.device), _CAUSAL_FROM_BOTTOM_RIGHT * (relation is Relation.CAUSAL), False,
+            scale=scale,
         )  # fmt: skip
         return _heads(dq, size), *(summed(_heads(x, size), k.shape[1]) for x in dkv)
-
-    @staticmethod
-    def _mask_type(relation: Relation) -> int:
-        return _CAUSAL_FROM_BOTTOM_RIGHT if relation is Relation.CAUSAL else 0
 
     @staticmethod
     def _bias(q: Tensor, m: int, relation: Relation) -> Tensor | None:
@@ -153,26 +146,18 @@ class Efficient(_Aten, OneTile):
         )
 
 
-class Cudnn(_Aten, OneTile):
+class Cudnn(CudaFlash):
     """cuDNN's attention, with grouped heads, fastest on Hopper and later.
 
-    It builds a plan for each new shape, and refuses single rows.
-
-    Args:
-        ops: The operators.
+    It builds a plan for each new shape, and refuses single rows, which FlashAttention-2 computes.
     """
 
     name = "cudnn"
-    capabilities = CAPABILITIES["cudnn"]
-
-    def __init__(self, ops: Any = torch.ops.aten) -> None:
-        super().__init__(ops)
-        self._single = CudaFlash(ops)
 
     @override
     def forward(self, q, k, v, *, relation, scale):
         if 1 in (q.shape[2], k.shape[2]):
-            return self._single.forward(q, k, v, relation=relation, scale=scale)
+            return super().forward(q, k, v, relation=relation, scale=scale)
         _check_square(relation, q.shape[2], k.shape[2])
         out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
             *map(_aligned, (q, k, v)),
@@ -189,7 +174,7 @@ class Cudnn(_Aten, OneTile):
     def backward(self, inputs: BackwardInputs, *, relation: Relation, scale: float) -> QKV:
         dout, q, k, v, out, lse = inputs
         if 1 in (q.shape[2], k.shape[2]):
-            return self._single.backward(inputs, relation=relation, scale=scale)
+            return super().backward(inputs, relation=relation, scale=scale)
         n = q.shape[2]
         m = k.shape[2]
         _check_square(relation, n, m)
@@ -200,11 +185,10 @@ class Cudnn(_Aten, OneTile):
         )  # fmt: skip
 
 
-class Varlen(_Flash, ManyTiles):
+class Varlen(_Flash):
     """FlashAttention-2 over a ragged batch: one launch for all calls of one relation, of all sequences."""
 
     name = "varlen"
-    capabilities = CAPABILITIES["varlen"]
 
     @override
     def forward_many(
@@ -232,7 +216,7 @@ class Varlen(_Flash, ManyTiles):
         return tuple(_by_sequence(x, batch, size) for x in grads)
 
 
-class CudnnVarlen(ManyTiles):
+class CudnnVarlen(Kernel):
     """cuDNN for large tiles, one launch each, and FlashAttention-2 in one launch for the others.
 
     cuDNN builds a plan for each new shape. `lowering.py` cuts large tiles to lengths that recur, and this kernel gives
@@ -243,12 +227,11 @@ class CudnnVarlen(ManyTiles):
     """
 
     name = "cudnn_varlen"
-    capabilities = CAPABILITIES["cudnn_varlen"]
 
     def __init__(self, ops: Any = torch.ops.aten) -> None:
         self._large = Cudnn(ops)
         self._others = Varlen(ops)
-        self._shapes: set[tuple] = set()
+        self._shapes = set()
 
     @override
     def forward_many(
@@ -303,19 +286,17 @@ def _aligned(x: Tensor) -> Tensor:
     return x if fits else x.clone(memory_format=torch.contiguous_format)
 
 
-def padded(x: Tensor, multiple: int) -> Tensor:
-    """Return x with zeros at the end of its last dimension. They add nothing to a score; their results are cut off.
+def _readable(x: Tensor) -> Tensor:
+    """Return x as kernels can read it, with zeros at the end of its last dimension up to a multiple of 8.
 
-    Args:
-        x: The tensor, any shape.
-        multiple: The last dimension becomes a multiple of this number.
+    Zeros add nothing to a score; their results are cut off.
     """
-    return F.pad(x, (0, -x.shape[-1] % multiple)) if x.shape[-1] % multiple else x
+    return _aligned(F.pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x)
 
 
 def _rows(x: Tensor) -> Tensor:
     """Return (B, H, S, D) as (B, S, H, D), with D padded to a multiple of 8."""
-    return _aligned(padded(x, 8)).transpose(1, 2)
+    return _readable(x).transpose(1, 2)
 
 
 def _heads(x: Tensor, size: int) -> Tensor:
@@ -361,12 +342,12 @@ def _lengths(
     return _ends(launch.q, batch, device), _ends(launch.kv, batch, device), *launch.longest
 
 
-def _gathered(x: Tensor, spans: tuple[Range, ...]) -> Tensor:
+def _gathered(x: Tensor, spans: Spans) -> Tensor:
     """Return (B, H, S, D) as (rows, H, D): sequence after sequence, and in each sequence span after span."""
-    return _aligned(padded(_gathered_rows(x, spans), 8))
+    return _readable(_gathered_rows(x, spans))
 
 
-def _gathered_rows(x: Tensor, spans: tuple[Range, ...]) -> Tensor:
+def _gathered_rows(x: Tensor, spans: Spans) -> Tensor:
     """Return (B, H, S, ...) as (rows, H, ...); for one sequence a view if the spans are adjacent."""
     adjacent = all(a[1] == b[0] for a, b in pairwise(spans))
     rows = slice(spans[0][0], spans[-1][1]) if adjacent else _places(spans, x.device)
@@ -382,13 +363,13 @@ def _by_sequence(x: Tensor, batch: int, size: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _places(spans: tuple[Range, ...], device: torch.device) -> Tensor:
+def _places(spans: Spans, device: torch.device) -> Tensor:
     """Return the number of every gathered row in its sequence."""
     return to_device(torch.cat([torch.arange(start, stop) for start, stop in spans]), device)
 
 
 @lru_cache(maxsize=64)
-def _ends(spans: tuple[Range, ...], batch: int, device: torch.device) -> Tensor:
+def _ends(spans: Spans, batch: int, device: torch.device) -> Tensor:
     """Return cumulative lengths, with every span once for each sequence: (batch * spans + 1,) int32."""
     lengths = [stop - start for _ in range(batch) for start, stop in spans]
     return to_device(

@@ -128,8 +128,6 @@ def activated(
     *,
     deterministic: bool,
     installed: Callable[[str], bool] = is_installed,
-    activate: Callable[[str], None] = activate_flash_attention_impl,
-    attempt: Callable[[int], None] = try_out,
 ) -> FlashPackage | None:
     """Activate the first usable package that computes; return it, or None.
 
@@ -141,16 +139,14 @@ def activated(
         head_dim: Size of a head.
         deterministic: Whether results must be the same bits each time.
         installed: Returns whether a module is installed.
-        activate: Activates an implementation.
-        attempt: Tries an implementation out.
 
     Returns:
         The package, or None.
     """
     for package in usable(capability, deterministic=deterministic, installed=installed):
         try:
-            activate(package.implementation)
-            attempt(head_dim)
+            activate_flash_attention_impl(package.implementation)
+            try_out(head_dim)
         except Exception as error:
             # A package may raise anything, such as assertions or errors of a compiler.
             if current_flash_attention_impl() is not None:

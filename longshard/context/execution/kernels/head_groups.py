@@ -8,7 +8,6 @@ from longshard.context.execution.kernels.base import (
     QKV,
     BackwardInputs,
     Kernel,
-    ManyTiles,
     OutLse,
     rows_first,
 )
@@ -17,7 +16,7 @@ from longshard.context.planning.lowering import Launch
 from longshard.sharding.tensors import wide_type
 
 
-class HeadGroups(ManyTiles):
+class HeadGroups(Kernel):
     """A kernel that gets only as many heads at a time as `Capabilities.elements` allows; usually all of them.
 
     Heads do not depend on each other, so the results are the same. Key/value heads that several launches share get the
