@@ -182,7 +182,7 @@ class Trainer(Assembly):
         """
         for observer in self.observers:
             observer.batch(batch)
-        parts: list[Tensor] = []
+        parts = []
 
         def loss(part: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
             losses = self.task.losses(part, hidden, targets)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.commands.options import Parser
 from trainer.config.data import CONVERSATIONS
@@ -146,7 +146,7 @@ def text_configuration(
     else:
         source = _saved(folder, step, command=command, task="tokens", settings=settings)
         weights = _saved_weights(source)
-    loads: dict[str, Any] = {"checkpoint": Checkpoint(initial_load_path=weights)}
+    loads = {"checkpoint": Checkpoint(initial_load_path=weights)}
     if source.lora.rank:
         saved = str(checkpoint_folder(source).path.absolute())
         loads = {"checkpoint": replace(source.checkpoint, folder=saved), "lora": source.lora}
@@ -335,18 +335,15 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     Raises:
         SharedConfigError: On every rank, if one rank cannot read the weights.
     """
-    import torch
-
     from trainer.checkpoint.weights import load_weights, open_weights
-    from trainer.models.initialization import initialize, stored_as
+    from trainer.models.model_parts import build_model_parts
     from trainer.models.model_spec import model_spec
     from trainer.parallel.parallel_dims import ParallelDims
     from trainer.runtime.agreement import raise_on_all_ranks, read_once
 
     spec = model_spec(job.config.model.name)
     dims = ParallelDims(job.degrees, device.type)
-    with torch.device("meta"):
-        model = stored_as(spec.build(job.model), getattr(torch, job.config.training.dtype))
+    (model,) = build_model_parts(spec, job, dims, device)
     start = job.config.checkpoint.initial_load_path
     if (
         not job.config.checkpoint.enable
@@ -354,8 +351,6 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
         and ModelFolder(Path(start)).has_config
     ):
         model.by_length = True  # as transformers does for the same folder
-    spec.parallelize(model, dims, job)
-    initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
     once = partial(read_once, over=dims["world"])
     raise_on_all_ranks(
         lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"]

@@ -20,12 +20,13 @@ from urllib.parse import urlsplit
 from trainer.commands.openai_format import (
     AnswerError,
     Ended,
+    Object,
     Piece,
     Reply,
     error_object,
     model_object,
 )
-from trainer.commands.openai_request import Request, check_fields, request_of
+from trainer.commands.openai_request import Body, Request, check_fields, request_of
 from trainer.commands.talk import Talk, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import Tokenizer
@@ -183,7 +184,7 @@ class Server:
         )
 
     def _checked(
-        self, request: "HTTPRequest", content: dict[str, Any], status: int = 200
+        self, request: "HTTPRequest", content: Object, status: int = 200
     ) -> "Response":
         from starlette.responses import JSONResponse
 
@@ -230,11 +231,11 @@ class Server:
             ) from None
 
     async def _send(
-        self, request: "HTTPRequest", body: Mapping[str, Any], parsed: Request, *, chat: bool
+        self, request: "HTTPRequest", body: Body, parsed: Request, *, chat: bool
     ) -> "Response":
         from starlette.responses import JSONResponse, StreamingResponse
 
-        parts: asyncio.Queue[Part] = asyncio.Queue()
+        parts = asyncio.Queue()
         waiting = Waiting(
             parsed, partial(asyncio.get_running_loop().call_soon_threadsafe, parts.put_nowait)
         )
@@ -257,7 +258,7 @@ class Server:
         except AnswerError as error:
             return JSONResponse(error_object(str(error), "server_error"), status_code=500)
 
-    def _parse(self, body: Mapping[str, Any], *, chat: bool) -> Request:
+    def _parse(self, body: Body, *, chat: bool) -> Request:
         check_fields(body, chat=chat)
         with self._reading:
             self._number += 1
@@ -265,7 +266,7 @@ class Server:
             prompt = self._conversation(body) if chat else self._text(body)
         return request_of(body, prompt, usual, self.longest, chat=chat)
 
-    def _conversation(self, body: Mapping[str, Any]) -> list[int]:
+    def _conversation(self, body: Body) -> list[int]:
         if isinstance(self.talk, ConfigError):
             raise self.talk
         try:
@@ -273,7 +274,7 @@ class Server:
         except ConfigError as error:  # clients do not see paths of this machine
             raise ConfigError(str(error).replace(f" {self.talk.template.name}", "")) from None
 
-    def _text(self, body: Mapping[str, Any]) -> list[int]:
+    def _text(self, body: Body) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             (prompt,) = prompt
@@ -313,7 +314,7 @@ def check_origin(headers: Mapping[str, str], host: str) -> None:
         raise _Refused(403, f"{name} = {address[:60]!r} {reason}")
 
 
-def read_body(content: bytes) -> dict[str, Any]:
+def read_body(content: bytes) -> Object:
     """Return the JSON object of a request.
 
     Args:

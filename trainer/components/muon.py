@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from longshard.sharding.ranges import Range
 from longshard.sharding.tensors import local_part, wide
-from trainer.components.rounding import Rounding, store
+from trainer.components.rounding import Rounding, add_state, store
 from trainer.config.optimizer import Muon as Settings
 from trainer.parallel.ownership import Matrix, Owners
 
@@ -101,14 +101,7 @@ class Muon(torch.optim.Optimizer):
 
     def add_state(self) -> None:
         """Give matrices that were never updated their first state."""
-        for group in self.matrix_groups:
-            for p in group["params"]:
-                if not self.state[p]:
-                    step = torch.zeros(
-                        (), dtype=torch.float32, device=p.device if group["fused"] else "cpu"
-                    )
-                    momentum = torch.zeros_like(p, dtype=self._momenta, requires_grad=False)
-                    self.state[p] = {"step": step, "momentum": momentum}
+        add_state(self, self.matrix_groups, ("momentum",), self._momenta)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

@@ -27,7 +27,7 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
     Args:
         parameters: Parameters; their gradients are replaced.
     """
-    together: dict[tuple, list[nn.Parameter]] = defaultdict(list)
+    together = defaultdict(list)
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -66,7 +66,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> Tens
         parameters: The parameters of this rank.
         dims: The meshes of the run.
     """
-    held: dict[int, list[Tensor]] = defaultdict(list)  # replicas -> local gradients
+    held = defaultdict(list)  # replicas -> local gradients
     for parameter in parameters:
         if parameter.grad is not None:
             held[replicas_of(parameter.grad, dims)].append(local_part(parameter.grad))

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from longshard.sharding.ranges import Ranges
 from trainer.components.muon import Muon
-from trainer.components.rounding import RoundedAdam, Rounding, initial_state
+from trainer.components.rounding import MOMENTS, RoundedAdam, Rounding, add_state
 from trainer.config.errors import SharedConfigError
-from trainer.config.optimizer import Optimizer, ParameterGroup
+from trainer.config.optimizer import Optimizer
 from trainer.config.registry import OPTIMIZERS
 from trainer.config.schema import JobConfig
 from trainer.models.experts import Experts
@@ -40,12 +39,9 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not None and not optimizer.state:
             _step_without_effect(optimizer)
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                dtype = getattr(optimizer, "state_dtype", None)
-                fused = bool(group["fused"])
-                optimizer.state[parameter] = initial_state(parameter, dtype=dtype, fused=fused)
+    add_state(
+        optimizer, optimizer.param_groups, MOMENTS, getattr(optimizer, "state_dtype", None)
+    )
 
 
 def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
@@ -151,7 +147,7 @@ def _with_rules(
         return list(groups)
     divided = []
     for group in groups:
-        by_name: dict[ParameterGroup | None, list[nn.Parameter]] = defaultdict(list)
+        by_name = defaultdict(list)
         for parameter in group["params"]:
             by_name[settings.group_of(names[parameter])].append(parameter)
         for own, parameters in by_name.items():
@@ -225,7 +221,7 @@ def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, An
         for bias in (m.b13, m.b2)
         if bias is not None
     }
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    groups = defaultdict(list)
     for p in (p for p in whole.parameters() if p.requires_grad):
         decays = p.ndim > 1 and p not in embeddings and p not in biases
         groups[decays, p.device_mesh if isinstance(p, DTensor) else None].append(p)

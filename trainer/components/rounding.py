@@ -12,7 +12,7 @@ Values of other stored dtypes are updated in place, or rounded to nearest.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -122,23 +122,31 @@ def store(stored: Tensor, value: Tensor, bits: Tensor | None) -> None:
         stored.copy_(round_stochastically(value, bits) if rounds else value)
 
 
-def initial_state(
-    parameter: nn.Parameter, *, dtype: torch.dtype | None, fused: bool
-) -> dict[str, Tensor]:
-    """Return the state of a parameter that was never updated.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def add_state(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    moments: Sequence[str],
+    dtype: torch.dtype | None,
+) -> None:
+    """Give parameters that were never updated their first state.
 
     Args:
-        parameter: The parameter.
+        optimizer: The optimizer, changed in place.
+        groups: Its groups of these parameters; `fused` says whether it has fused kernels.
+        moments: Names of the moments.
         dtype: Dtype of the moments. None: the parameter's dtype.
-        fused: Whether the optimizer has fused kernels.
     """
-    return {
-        "step": torch.zeros(
-            (), dtype=torch.float32, device=parameter.device if fused else "cpu"
-        ),
-        "exp_avg": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
-    }
+    for group in groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                device = p.device if group["fused"] else "cpu"
+                state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+                for name in moments:
+                    state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                optimizer.state[p] = state
 
 
 class RoundedAdam(torch.optim.Adam):
@@ -172,21 +180,17 @@ class RoundedAdam(torch.optim.Adam):
         Args:
             closure: Not used.
         """
+        add_state(self, self.param_groups, MOMENTS, self.state_dtype)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    if not self.state[parameter]:
-                        fused = bool(group["fused"])
-                        self.state[parameter] = initial_state(
-                            parameter, dtype=self.state_dtype, fused=fused
-                        )
                     self._update(parameter, group)
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         gradient = local_part(parameter.grad).view(-1)
         stored = [
-            local_part(x).view(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])
+            local_part(x).view(-1) for x in (parameter, *(state[name] for name in MOMENTS))
         ]
         wide = wide_type(parameter.dtype)
         size = len(gradient)

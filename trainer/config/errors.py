@@ -143,7 +143,7 @@ def _allowed(a: str, b: str) -> int:
 
 def _distance(a: str, b: str) -> int:
     """Return the number of letters to insert, delete, replace or swap with their neighbour to turn `a` into `b`."""
-    before: list[int] = []
+    before = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):
         earlier = before

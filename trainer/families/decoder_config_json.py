@@ -182,7 +182,7 @@ class HFDecoder:
             "tie_embeddings": config.switch("tie_word_embeddings"),
             "head_size": None if head_dim * n_heads == dim else head_dim,
         }
-        kinds: dict[str, Sequence[Any]] = {}
+        kinds = {}
         for part in self.parts:
             part_fields = part.read(config)
             kinds |= part_fields.pop("layers", {})

@@ -183,3 +183,16 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling.mscale_all_dim:
         entries["mscale_all_dim"] = scaling.mscale_all_dim
     return entries if scaling.truncate else entries | {"truncate": False}
+
+
+def write_local_tables(args: Any, otherwise: float) -> dict[str, Any]:
+    """Return the rotary tables of both kinds of layers.
+
+    Args:
+        args: The arguments of the model.
+        otherwise: Theta of layers with a window, if no layer has its own.
+    """
+    own = {kind.rope_theta for kind in args.kinds} - {None}
+    local = {"rope_type": "default", "rope_theta": own.pop() if own else otherwise}
+    whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
+    return {"rope_parameters": {FULL: whole, SLIDING: local}}

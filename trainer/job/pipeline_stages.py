@@ -15,6 +15,8 @@ from trainer.config.schema import JobConfig, Parallelism
 from trainer.families.args import ModelArgs, is_further
 
 _KEY = "parallelism.pipeline_parallel_"
+Stages = tuple[tuple[str, ...], ...]
+"""Names of the modules of each stage."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ SCHEDULES = {
 class PipelinePlan:
     """The stages of a pipeline, their modules and ranks, and the number of micro-batches of one pass."""
 
-    stages: tuple[tuple[str, ...], ...]
+    stages: Stages
     """Module names of each stage, in the order of the forward."""
     ranks: tuple[int, ...]
     """The pipeline rank of each stage."""
@@ -196,9 +198,7 @@ def _check_micro_batches(
         )
 
 
-def _stages(
-    parallelism: Parallelism, modules: Sequence[str], default: int
-) -> tuple[tuple[str, ...], ...]:
+def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> Stages:
     """Return the modules of each stage: the listed ones, or all modules divided over `default` stages."""
     listed = parallelism.pipeline_parallel_module_fqns
     if listed and parallelism.pipeline_parallel_layers_per_stage:
@@ -208,7 +208,7 @@ def _stages(
     return _listed(listed, modules) if listed else _divided(parallelism, modules, default)
 
 
-def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _listed(listed: Sequence[str], modules: Sequence[str]) -> Stages:
     stages = tuple(tuple(name.strip() for name in stage.split(",")) for stage in listed)
     names = [name for stage in stages for name in stage]
     for name in names:
@@ -226,9 +226,7 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, .
     return stages
 
 
-def _divided(
-    parallelism: Parallelism, modules: Sequence[str], number: int
-) -> tuple[tuple[str, ...], ...]:
+def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> Stages:
     """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer."""
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first = modules.index(layers[0])

@@ -132,7 +132,7 @@ class ResolvedJob(TaskDecisions):
     @property
     def tokens_of_a_pass(self) -> int:
         """Tokens of one forward of a rank."""
-        rows: float = self.config.training.local_batch_size
+        rows = self.config.training.local_batch_size
         if self.balances:
             rows *= BALANCE_GROWTH
         if self.pipeline is not None:

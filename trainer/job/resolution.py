@@ -179,7 +179,7 @@ def _effects(draft: Draft) -> Draft:
         return draft
     config = _with_windows_of_flavor(draft.config, draft.folder)
     # keys by their first condition that does not hold
-    without_effect: dict[Condition, list[str]] = {}
+    without_effect = {}
     for name, key in keys_of(type(config)).items():
         unmet = (each for each in key.when if not each.holds(config, draft.degrees))
         condition = next(unmet, None)

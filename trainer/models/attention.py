@@ -17,14 +17,13 @@ from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.mixers import AttentionArgs, SharedKeysArgs
 from trainer.models.cached import Cached
-from trainer.models.initialization import Branch
+from trainer.models.initialization import Branch, Filled
 from trainer.models.norms import NormOfHeads, build_rms_norm
 from trainer.models.rotary import apply_rope, apply_rope_to_halves
 from trainer.models.short_convolution import ShortConvolution
-from trainer.models.weights import Weights
 from trainer.parallel.tensor_parallel import (
-    LocalParameter,
-    ShardedNorm,
+    LOCAL_PARAMETER,
+    SHARDED_NORM,
     Styles,
     sequence_gathered,
 )
@@ -137,20 +136,6 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-class AttentionSinks(Weights):
-    """One logit per head, (H,), of a key without a value that every token sees (as in GPT-OSS)."""
-
-    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Set the logits to zero.
-
-        Args:
-            name: Name of the parameter in this module.
-            parameter: (H,), filled in place.
-            generator: Not used.
-        """
-        parameter.zero_()
-
-
 class Attention(Branch):
     """Grouped-query attention with rotary positions.
 
@@ -192,7 +177,8 @@ class Attention(Branch):
         elif args.qk_norm:
             self.q_norm = build_rms_norm(norms, args.head_dim)
             self.k_norm = build_rms_norm(norms, args.head_dim)
-        self.sinks = AttentionSinks(args.n_heads) if args.sinks else None
+        # one logit per head, (H,), of a key without a value that every token sees (as in GPT-OSS)
+        self.sinks = Filled(args.n_heads, 0.0) if args.sinks else None
         kernel = args.short_conv_kernel
         self.short_conv = ShortConvolution(queries, keys, kernel) if kernel else None
         self.inner_attention = InnerAttention(args.window, args.softcap)
@@ -274,11 +260,11 @@ class Attention(Branch):
         styles = sequence_gathered("wq", *self._keys_and_values())
         for name in ("sinks", "short_conv.q", "short_conv.k", "short_conv.v"):
             if getattr(self, name.partition(".")[0]) is not None:
-                styles[name] = LocalParameter()
+                styles[name] = LOCAL_PARAMETER
         if self.q_norm is not None:
             # The norm is over all heads, or over D of (B, S, H, D). Each rank has the gradient of its own heads.
             norm = (
-                ShardedNorm()
+                SHARDED_NORM
                 if self.args.norm_all_heads
                 else SequenceParallel(sequence_dim=2, use_local_output=True)
             )

@@ -107,7 +107,7 @@ def apply_chunked_loss(
 
     The loop over the chunks is one forward of the module: FSDP gathers the weight once, and reduces its gradient once.
     Without labels the module returns logits as before; with labels it also takes `factors`, see `Chunks`. Call it
-    before `fully_shard`. With tensor parallelism the module has the style `VocabularyParallel`.
+    before `fully_shard`. With tensor parallelism the module has the style `VOCABULARY_PARALLEL`.
 
     Args:
         output: The projection.
@@ -248,7 +248,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, lse = ctx.saved_tensors
-        chunks: Chunks = ctx.chunks
+        chunks = ctx.chunks
         # The forward's gradients fit a backward of summed losses: then `grad` is one number in memory for all tokens.
         gradients = ctx.gradients
         ctx.gradients = None

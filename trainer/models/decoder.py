@@ -133,7 +133,7 @@ class Transformer(nn.Module):
         if next_tokens is not None:
             x, *embedded = x.chunk(1 + next_tokens.shape[-1])
         own_inputs = self._layer_inputs(tokens, x)
-        keys_of: dict[int, Sequence[Tensor]] = {}
+        keys_of = {}
 
         def through(number: str, x: Tensor) -> Tensor:
             own = self._inputs_of(int(number), own_inputs, keys_of) | adapter_inputs

@@ -12,10 +12,9 @@ from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.mixers import LatentAttentionArgs
 from trainer.models.attention import InnerAttention
-from trainer.models.initialization import Branch
+from trainer.models.initialization import Branch, Weights
 from trainer.models.rotary import apply_rope
-from trainer.models.weights import Weights
-from trainer.parallel.tensor_parallel import Gathered, LocalParameter, Styles, tokens_divided
+from trainer.parallel.tensor_parallel import GATHERED, LOCAL_PARAMETER, Styles, tokens_divided
 
 
 class UpProjection(Weights):
@@ -168,7 +167,7 @@ class LatentAttention(Branch):
         token_modules = ("wq_a", "q_a_norm", "wkv_a", "kv_a_norm")
         styles = tokens_divided(token_modules)
         styles |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wq_b")}
-        styles |= {"gathered": Gathered(), "wkv_b": LocalParameter()}
+        styles |= {"gathered": GATHERED, "wkv_b": LOCAL_PARAMETER}
         styles["wo"] = RowwiseParallel(output_layouts=Shard(1))
         return {name: style for name, style in styles.items() if hasattr(self, name)}
 

@@ -38,9 +38,9 @@ def matrices_of(
         ConfigError: A module does not declare whether its parameter of two or more dimensions is a matrix, or two
             modules share a parameter and disagree.
     """
-    matrices: dict[nn.Parameter, tuple[Ranges, ...]] = {}
-    others: dict[nn.Parameter, str] = {}
-    gates: set[nn.Parameter] = set()
+    matrices = {}
+    others = {}
+    gates = set()
     for part in model_parts:
         output = getattr(part, "output", None)
         several = {}

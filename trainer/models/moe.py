@@ -77,7 +77,12 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float
+        self,
+        dim: int,
+        args: ExpertArgs,
+        *,
+        aux_loss_coef: float = 0.0,
+        bias_update_rate: float = 0.0,
     ) -> None:
         super().__init__()
         self.args = args
@@ -178,9 +183,8 @@ class MoE(nn.Module):
     Args:
         dim: Channels of the hidden states.
         args: The sizes of the experts and of the shared expert.
-        aux_loss_coef: See `Router`.
-        bias_update_rate: See `Router`.
         branches: Residual branches of the model, see `initialization.draw`.
+        **rates: See `Router`.
     """
 
     def __init__(
@@ -188,14 +192,11 @@ class MoE(nn.Module):
         dim: int,
         args: ExpertArgs,
         *,
-        aux_loss_coef: float = 0.0,
-        bias_update_rate: float = 0.0,
         branches: int = 1,
+        **rates: float,
     ) -> None:
         super().__init__()
-        self.router = Router(
-            dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate
-        )
+        self.router = Router(dim, args, **rates)
         self.experts = Experts(dim, args, branches=branches)
         self.shared = (
             FeedForward(dim, DenseArgs(args.shared_dim, args.activation), branches=branches)

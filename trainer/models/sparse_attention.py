@@ -21,7 +21,7 @@ from trainer.models.cached import Cached
 from trainer.models.initialization import Branch
 from trainer.models.latent_attention import IndexerInputs, LatentAttention
 from trainer.models.rotary import apply_rope, apply_rope_to_halves
-from trainer.parallel.tensor_parallel import Gathered, Styles, prefixed, tokens_divided
+from trainer.parallel.tensor_parallel import GATHERED, Styles, prefixed, tokens_divided
 
 
 class Indexer(Branch):
@@ -158,7 +158,7 @@ class SparseAttention(LatentAttention):
         """Return how tensor-parallel ranks divide it. A rank computes the index of its tokens. Then it gathers all."""
         own = tokens_divided(("queries", "keys", "key_norm", "head_weights"))
         return super().tensor_parallel_styles() | prefixed(
-            "indexer", own | {"gathered": Gathered()}
+            "indexer", own | {"gathered": GATHERED}
         )
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:

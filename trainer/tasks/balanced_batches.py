@@ -135,7 +135,7 @@ def _assigned(
     lacking = [(-target, i) for i, target in enumerate(targets)]
     heapq.heapify(lacking)
     # a heap of (-room, -lack, bin): bins that may have room for shorter documents
-    without_room: list[tuple[int, float, int]] = []
+    without_room = []
     room = [most] * len(targets)
     bins = []
     for length, cost in zip(lengths, costs, strict=True):

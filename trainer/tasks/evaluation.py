@@ -111,8 +111,8 @@ class Evaluation:
             prompts: Prompts of one length.
         """
         most = max(prompt.answer_tokens for prompt in prompts)
-        numbers: list[list[int]] = []
-        rows: list[Tensor] = []
+        numbers = []
+        rows = []
 
         def batches() -> Iterator[TextBatch]:
             for local_numbers, arrays in own_batches(

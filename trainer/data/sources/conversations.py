@@ -166,9 +166,7 @@ def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRec
         sides = list(_sides(line))
         if line["chosen"] == line["rejected"]:
             raise ConfigError("chosen and rejected are the same; leave the line out")
-        documents: list[Any] = [
-            _checked(json.dumps(side).encode()) | {"where": where} for side in sides
-        ]
+        documents = [_checked(json.dumps(side).encode()) | {"where": where} for side in sides]
     except ConfigError as error:
         documents = [BadRecord(f"{where()}: {error}"), ""]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):

@@ -14,12 +14,11 @@ token, which follows its content both in the whole text and alone.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
-from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.tokenizers.chat_messages import function_of
+from trainer.data.tokenizers.chat_messages import Messages, function_of
 
 CHECKED = ("user", "assistant", "tool")  # a system message may be written inside another one
 MARK_ANSWERS = "mark the answers in the template with {% generation %} ... {% endgeneration %}"
@@ -32,7 +31,6 @@ _LAST = "\ufdd1"
 _NUMBERS = 0xF0000  # a plane for private use: a character for each message
 _MARK = re.compile(f"([{_FIRST}{_LAST}])([\U000f0000-\U000fffff])")
 
-Messages = Sequence[Mapping[str, Any]]
 Write = Callable[..., str]
 """(messages, prompts=False) -> text; raises ConfigError if the template refuses them."""
 
@@ -236,7 +234,7 @@ class Answers:
 # ---- parts of messages that a template does not write
 
 
-def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
+def left_out(messages: Messages, text: str) -> str:
     """Return the part of the messages that the rendered text lacks, in words; empty if it lacks none.
 
     Contents must stand in the order of the messages, so that a short content is not found inside another one.
