@@ -105,8 +105,8 @@ FAMILIES = (
     Mutant(
         "layers with a window have the frequencies of the others",
         "trainer/models/decoder.py",
-        "(self.get_buffer(_own(theta)), None) for theta",
-        "(self.frequencies, None) for theta",
+        "self.get_buffer(_own(theta)),",
+        "self.frequencies,",
         f"{_LOGITS}[gemma3]",
     ),
     Mutant(

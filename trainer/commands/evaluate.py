@@ -166,7 +166,11 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
         tokenizer=args.tokenizer,
         settings=settings,
     )
-    _check_no_pipeline(config.parallelism.pipeline_parallel_degree)
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {degree}: lct evaluate runs no pipeline; add "
+            "--parallelism.pipeline_parallel_degree 1, which leaves more ranks for the other degrees"
+        )
     set_defaults(args, config.training.seq_len, data)
     check_creatable(args.output, "--output")
     machine = this_machine()
@@ -194,14 +198,6 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 def _documents(args: argparse.Namespace, config: JobConfig) -> DataSettings:
     return DataSettings.of(args.dataset, args.dataset_path, config.model, config.training)
-
-
-def _check_no_pipeline(degree: int) -> None:
-    if degree > 1:
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_degree = {degree}: lct evaluate runs no pipeline; add "
-            "--parallelism.pipeline_parallel_degree 1, which leaves more ranks for the other degrees"
-        )
 
 
 def _check_settings(settings: list[str]) -> None:

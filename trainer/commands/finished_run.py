@@ -169,14 +169,28 @@ def text_configuration(
 
 
 def _hugging_face_configuration(
-    model_folder: ModelFolder, step: int, settings: Sequence[str]
+    folder: ModelFolder, step: int, settings: Sequence[str]
 ) -> JobConfig:
-    """Return the configuration of a Hugging Face folder; raise a ConfigError if it has no tokenizer."""
-    config = parse_command_line([*_hf_settings(model_folder, step), *settings]).config
-    if config.model.tokenizer_path is None and not model_folder.has_tokenizer:
+    """Return the configuration of a Hugging Face folder, with its longest sequence length.
+
+    Raises:
+        ConfigError: The folder has no tokenizer, or a step is asked for.
+    """
+    if step != -1:
+        raise ConfigError(
+            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave --step out"
+        )
+    own = [
+        f"--model.name={folder.family}",
+        f"--model.flavor={folder.path.absolute()}",
+        f"--training.seq_len={folder.args.max_seq_len}",
+        f"--training.dtype={folder.dtype if folder.dtype in ('float64', 'bfloat16') else 'float32'}",
+    ]
+    config = parse_command_line([*own, *settings]).config
+    if config.model.tokenizer_path is None and not folder.has_tokenizer:
         files = ", ".join(TOKENIZER_FILES)
         raise ConfigError(
-            f"{model_folder.path} holds no tokenizer ({files}); name the model's own with --tokenizer"
+            f"{folder.path} holds no tokenizer ({files}); name the model's own with --tokenizer"
         )
     return config
 
@@ -302,21 +316,6 @@ def weights_of(config: JobConfig) -> str:
         return str(start)
     saved = str(checkpoint_folder(config).step(step))
     return f"{start} with the adapters of {saved}" if config.lora.rank else saved
-
-
-def _hf_settings(folder: ModelFolder, step: int) -> list[str]:
-    """Return settings for the model of a Hugging Face folder, with its longest sequence length."""
-    if step != -1:
-        raise ConfigError(
-            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave "
-            "--step out"
-        )
-    return [
-        f"--model.name={folder.family}",
-        f"--model.flavor={folder.path.absolute()}",
-        f"--training.seq_len={folder.args.max_seq_len}",
-        f"--training.dtype={folder.dtype if folder.dtype in ('float64', 'bfloat16') else 'float32'}",
-    ]
 
 
 def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, ParallelDims]":

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -135,10 +136,7 @@ class Reply:
         yield "data: [DONE]\n\n"
 
     def _chunk(
-        self,
-        delta: dict[str, str],
-        reason: str | None = None,
-        scores: Object | None = None,
+        self, delta: dict[str, str], reason: str | None = None, scores: Object | None = None
     ) -> Object:
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         return self._object(content, reason, scores, kind="chat.completion.chunk")
@@ -173,10 +171,7 @@ class Reply:
         if self.chat:
             return {"content": [self._chat_score(score) for score in scores], "refusal": None}
         texts = [self.decode([score.token]) for score in scores]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
             "token_logprobs": [

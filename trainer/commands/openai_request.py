@@ -87,12 +87,7 @@ def check_fields(body: Body, *, chat: bool) -> None:
 
 
 def request_of(
-    body: Body,
-    prompt: list[int],
-    usual: Request,
-    longest: int,
-    *,
-    chat: bool = False,
+    body: Body, prompt: list[int], usual: Request, longest: int, *, chat: bool = False
 ) -> Request:
     """Return the record of a request. `check_fields` must have checked its fields.
 
@@ -130,13 +125,7 @@ def request_of(
 
 
 def _number(
-    body: Body,
-    key: str,
-    kind: type,
-    default: Any,
-    *,
-    least: float = 0,
-    most: float = 2**63 - 1,
+    body: Body, key: str, kind: type, default: Any, *, least: float = 0, most: float = 2**63 - 1
 ) -> Any:
     """Return the number of a field, or the default if the field is missing; raise a ConfigError if it is wrong."""
     value = body.get(key)

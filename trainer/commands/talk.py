@@ -226,11 +226,8 @@ class Talk:
         Args:
             prompt: The tokens of the prompt.
         """
-        return (
-            f"{_OPENED}\n"
-            if self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED)
-            else ""
-        )
+        end = self.tokenizer.decode(prompt[-8:]).rstrip()
+        return f"{_OPENED}\n" * end.endswith(_OPENED)
 
 
 class Pieces:

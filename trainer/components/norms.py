@@ -44,15 +44,13 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
         sums = all_reduce(torch.cat([part.flatten() for part in parts]), mesh.get_group(dim))
         sums = sums.split([part.numel() for part in parts])
         for parameter, part, x in zip(partial, parts, sums, strict=True):
-            shape = parameter.shape
-            stride = parameter.stride()
             parameter.grad = DTensor.from_local(
                 x.view_as(part),
                 mesh,
                 parameter.placements,
                 run_check=False,
-                shape=shape,
-                stride=stride,
+                shape=parameter.shape,
+                stride=parameter.stride(),
             )
 
 

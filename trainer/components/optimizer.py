@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from longshard.sharding.ranges import Ranges
 from trainer.components.muon import Muon
-from trainer.components.rounding import MOMENTS, RoundedAdam, Rounding, add_state
+from trainer.components.rounding import MOMENTS, Group, RoundedAdam, Rounding, add_state
 from trainer.config.errors import SharedConfigError
 from trainer.config.optimizer import Optimizer
 from trainer.config.registry import OPTIMIZERS
@@ -125,7 +124,7 @@ def _owners(
 
 
 def _adam(
-    groups: list[dict[str, Any]], config: JobConfig, rounding: Rounding, implementation: str
+    groups: list[Group], config: JobConfig, rounding: Rounding, implementation: str
 ) -> torch.optim.Adam | None:
     if not groups:
         return None
@@ -141,8 +140,8 @@ def _adam(
 
 
 def _with_rules(
-    groups: Sequence[dict[str, Any]], settings: Optimizer, names: Mapping[nn.Parameter, str]
-) -> list[dict[str, Any]]:
+    groups: Sequence[Group], settings: Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[Group]:
     if not settings.groups:
         return list(groups)
     divided = []
@@ -204,7 +203,7 @@ def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 
-def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(whole: nn.Module, weight_decay: float) -> list[Group]:
     """Return the groups of an optimizer; groups that decay come first.
 
     Norms, biases and embeddings (also tied) do not decay. A group has parameters of one mesh, as its kernels need.
@@ -242,12 +241,12 @@ def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> b
         optimizer: The optimizer.
         device: The device of the job.
     """
-    parameters = (
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    )
-    return all(group.get("fused") for group in optimizer.param_groups) and all(
-        p.device.type == device.type and p.dtype in (torch.float32, torch.float64)
-        for p in parameters
+    return all(
+        group.get("fused")
+        and p.device.type == device.type
+        and p.dtype in (torch.float32, torch.float64)
+        for group in optimizer.param_groups
+        for p in group["params"]
     )
 
 

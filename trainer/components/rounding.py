@@ -23,6 +23,8 @@ from torch.optim.adam import adam
 from longshard.sharding.random_bits import parameter_seed, random_bits
 from longshard.sharding.tensors import local_part, wide_type
 
+Group = dict[str, Any]
+"""A group of parameters with their settings, as PyTorch's optimizers have it."""
 _STEP = 0x2545F4914F6CDD1D  # odd, so that steps have different keys
 PIECE = 2**22
 PIECE_ON_CPU = 2**18  # the caches of a CPU hold this many
@@ -127,7 +129,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def add_state(
     optimizer: torch.optim.Optimizer,
-    groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Group],
     moments: Sequence[str],
     dtype: torch.dtype | None,
 ) -> None:
@@ -160,7 +162,7 @@ class RoundedAdam(torch.optim.Adam):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], rounding: Rounding, moments: torch.dtype, **how: Any
+        self, groups: list[Group], rounding: Rounding, moments: torch.dtype, **how: Any
     ) -> None:
         super().__init__(groups, **how)
         self.state_dtype = moments
@@ -186,7 +188,7 @@ class RoundedAdam(torch.optim.Adam):
                 if parameter.grad is not None:
                     self._update(parameter, group)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, group: Group) -> None:
         state = self.state[parameter]
         gradient = local_part(parameter.grad).view(-1)
         stored = [

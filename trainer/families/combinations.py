@@ -16,7 +16,6 @@ from trainer.families.config_parts import (
     windows,
     write_windows,
 )
-from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
 from trainer.families.dense import GELU, GEMMA, NO_MLP_BIAS, SCALARS
@@ -82,18 +81,17 @@ def _read_thetas(config: Entries) -> Fields:
     }
 
 
-def _write_thetas(args: TransformerArgs) -> Fields:
-    return {
-        "layer_rope_theta": [
-            (kind.rope_theta or args.rope_theta) if kind.rope else 0 for kind in args.kinds
-        ]
-    }
-
-
 _GRANITE_SWA = (
     BIASES,
     Part(_read_cwm, lambda args: write_windows(args, 128)),
-    Part(_read_thetas, _write_thetas),
+    Part(
+        _read_thetas,
+        lambda args: {
+            "layer_rope_theta": [
+                (kind.rope_theta or args.rope_theta) if kind.rope else 0 for kind in args.kinds
+            ]
+        },
+    ),
     *SCALARS,
 )
 _SHARED_LAYERS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
@@ -186,10 +184,7 @@ FAMILIES = {
         further=FURTHER_AS_LAYERS,
     ),
     "solar_open": HFDecoder(
-        "solar_open",
-        "SolarOpenForCausalLM",
-        (SIGMOID_EXPERTS, QKV_BIASES),
-        names=SIGMOID_NAMES,
+        "solar_open", "SolarOpenForCausalLM", (SIGMOID_EXPERTS, QKV_BIASES), names=SIGMOID_NAMES
     ),
     "dots1": HFDecoder(
         "dots1",

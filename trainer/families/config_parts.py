@@ -302,12 +302,13 @@ def _read_sparse(config: Entries) -> Fields:
     return {"layers": {"experts": have_experts}}
 
 
-def _write_sparse(args: TransformerArgs) -> Fields:
-    dense = [layer for layer, kind in enumerate(args.kinds) if not kind.experts]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-SPARSE_LAYERS = Part(_read_sparse, _write_sparse)
+SPARSE_LAYERS = Part(
+    _read_sparse,
+    lambda args: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, kind in enumerate(args.kinds) if not kind.experts],
+    },
+)
 """Every n-th layer has experts, from number n - 1 on, except the layers that the file names."""
 
 

@@ -30,11 +30,7 @@ class DenseArgs:
     """Activation of the gates: `silu`, or `gelu_tanh`."""
     bias: bool = False
 
-    names: ClassVar[Names] = {
-        "w1": "mlp.gate_proj",
-        "w2": "mlp.down_proj",
-        "w3": "mlp.up_proj",
-    }
+    names: ClassVar[Names] = {"w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj"}
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
         """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.

@@ -83,11 +83,10 @@ def _read_mlp_types(config: Entries) -> Fields:
     return {"layers": {"experts": [kind == "sparse" for kind in kinds]}}
 
 
-def _write_mlp_types(args: TransformerArgs) -> Fields:
-    return {_MLP_TYPES: ["sparse" if kind.experts else "dense" for kind in args.kinds]}
-
-
-MLP_TYPES = Part(_read_mlp_types, _write_mlp_types)
+MLP_TYPES = Part(
+    _read_mlp_types,
+    lambda args: {_MLP_TYPES: ["sparse" if kind.experts else "dense" for kind in args.kinds]},
+)
 """Layers with experts by name. If a file has no entry, an earlier part decides."""
 
 
@@ -116,17 +115,16 @@ def _read_latent(config: Entries) -> Fields:
     return {"latent": latent, "head_size": None}
 
 
-def _write_latent(args: TransformerArgs) -> Fields:
-    return {
-        "head_dim": args.latent.rope_dim,
-        **entries_of(args.latent, _LATENT | _QUERY_RANK),
-    }
-
-
 NO_BIASES = only("attention_bias", False, written=True)
 PAIRS = only("rope_interleave", True, written=True)
 QKV_BIASES = switch("attention_bias", "attention_bias")
-LATENT = Part(_read_latent, _write_latent, ("latent", "latent attention"))
+LATENT = Part(
+    _read_latent,
+    lambda args: (
+        {"head_dim": args.latent.rope_dim} | entries_of(args.latent, _LATENT | _QUERY_RANK)
+    ),
+    ("latent", "latent attention"),
+)
 FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": args.mtp_layers})
 
 
@@ -135,9 +133,13 @@ def _read_switched_window(config: Entries) -> Fields:
     return {"sliding_window": config.whole("sliding_window") if on else None}
 
 
-def _write_switched_window(args: TransformerArgs) -> Fields:
-    window = args.sliding_window
-    return {"use_sliding_window": window is not None, "sliding_window": window}
+_SWITCHED_WINDOW = Part(
+    _read_switched_window,
+    lambda args: {
+        "use_sliding_window": args.sliding_window is not None,
+        "sliding_window": args.sliding_window,
+    },
+)
 
 
 def _read_minimax(config: Entries) -> Fields:
@@ -169,7 +171,7 @@ FAMILIES = {
             always(qk_norm=True),
             BIASES,
             experts("num_experts", "moe_intermediate_size", NORMALISE),
-            Part(_read_switched_window, _write_switched_window),
+            _SWITCHED_WINDOW,
             SPARSE_LAYERS,
         ),
     ),
@@ -218,12 +220,7 @@ FAMILIES = {
     "glm4_moe": HFDecoder(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        (
-            SIGMOID_EXPERTS,
-            switch("use_qk_norm", "qk_norm"),
-            QKV_BIASES,
-            FURTHER,
-        ),
+        (SIGMOID_EXPERTS, switch("use_qk_norm", "qk_norm"), QKV_BIASES, FURTHER),
         names=SIGMOID_NAMES,
         rotates_a_share=True,
         further=FURTHER_AS_LAYERS,
@@ -242,13 +239,7 @@ FAMILIES = {
     "deepseek_v3": HFDecoder(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        (
-            PAIRS,
-            SIGMOID_EXPERTS,
-            NO_BIASES,
-            LATENT,
-            FURTHER,
-        ),
+        (PAIRS, SIGMOID_EXPERTS, NO_BIASES, LATENT, FURTHER),
         names=SIGMOID_NAMES,
         further=FURTHER_AS_LAYERS,
     ),
@@ -286,15 +277,7 @@ def _decoder(model_type: str, architecture: str, *, adjacent_pairs: bool) -> HFD
     return HFDecoder(
         model_type,
         architecture,
-        (
-            SIGMOID_EXPERTS,
-            MLP_TYPES,
-            NO_BIASES,
-            NO_MLP_BIAS,
-            LATENT,
-            index,
-            FURTHER,
-        ),
+        (SIGMOID_EXPERTS, MLP_TYPES, NO_BIASES, NO_MLP_BIAS, LATENT, index, FURTHER),
         names=SIGMOID_NAMES,
         further=FURTHER_AS_LAYERS,
     )

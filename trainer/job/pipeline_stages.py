@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise, zip_longest
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.families.args import ModelArgs, is_further
+from trainer.job.degrees import divisors
 
 _KEY = "parallelism.pipeline_parallel_"
 Stages = tuple[tuple[str, ...], ...]
@@ -164,7 +165,7 @@ def pipeline_plan(
 def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
     size = parallelism.pipeline_parallel_microbatch_size
     if batch_size % size:
-        fitting = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+        fitting = ", ".join(map(str, divisors(batch_size)))
         raise ConfigError(
             f"{_KEY}microbatch_size = {size} must divide training.local_batch_size = {batch_size}; use one of {fitting}"
         )

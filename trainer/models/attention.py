@@ -227,14 +227,20 @@ class Attention(Branch):
             q = self.rotate(q, freqs_cis)
             k = self.rotate(k, freqs_cis)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D)
+        out = self._attended(q, k, v, attention_plan)
+        out = out * gate.sigmoid() if self.args.gate else out
+        out = self.wo(out, **adapter_inputs)  # (B, S, dim)
+        return (out, k, v) if self.gives_keys else out
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_plan: Tensor | None
+    ) -> Tensor:
+        """Return the output of all heads, (B, S, H * D)."""
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention.run(
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
         )
-        out = out.transpose(1, 2).flatten(2)
-        out = out * gate.sigmoid() if self.args.gate else out
-        out = self.wo(out, **adapter_inputs)  # (B, S, dim)
-        return (out, k, v) if self.gives_keys else out
+        return out.transpose(1, 2).flatten(2)
 
     def rows_of_heads(self) -> dict[str, list[int]]:
         """Return the numbers of rows that one head has in each parameter.
@@ -326,8 +332,5 @@ class SharedKeysAttention(Attention):
         q = q if self.q_norm is None else self.q_norm(q)
         if self.rotate is not None:
             q = self.rotate(q, freqs_cis.narrow(-3, 0, q.shape[1]))
-        sinks = self.sinks() if self.sinks is not None else None
-        out = self.inner_attention.run(
-            q.transpose(1, 2), *keys, scale=self.args.scale, sinks=sinks, plan=attention_plan
-        )
-        return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)
+        out = self._attended(q.transpose(1, 2), *keys, attention_plan)
+        return self.wo(out, **adapter_inputs)

@@ -61,13 +61,7 @@ class ExpertsBesideDense(MoE):
     """
 
     def __init__(
-        self,
-        dim: int,
-        args: ExpertArgs,
-        norms: NormArgs,
-        *,
-        branches: int = 1,
-        **rates: float,
+        self, dim: int, args: ExpertArgs, norms: NormArgs, *, branches: int = 1, **rates: float
     ) -> None:
         super().__init__(dim, args, branches=branches, **rates)
         self.router = ScaledRouter(dim, args, norms, **rates)
@@ -76,11 +70,7 @@ class ExpertsBesideDense(MoE):
         self.shared_norm = build_norm(norms, dim)
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        *,
-        residual: Tensor,
+        self, x: Tensor, positions: Tensor | None = None, *, residual: Tensor
     ) -> Tensor:
         """Return the output, (B, S, dim).
 

@@ -127,9 +127,7 @@ def apply_chunked_loss(
     functions = ChunkFunctions.of(compilation)
 
     def forward(
-        hidden: Tensor,
-        labels: Tensor | None = None,
-        factors: tuple[float, ...] = (1.0,),
+        hidden: Tensor, labels: Tensor | None = None, factors: tuple[float, ...] = (1.0,)
     ) -> Tensor:
         if labels is None:
             return to_logits(hidden)
@@ -176,13 +174,7 @@ class _Gradients:
         )
         self.done = 0
 
-    def add(
-        self,
-        grad_logits: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        factor: float,
-    ) -> None:
+    def add(self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, factor: float) -> None:
         """Add a chunk. Its hidden states are zero for tokens that must not change the weight's gradient."""
         if self.hidden is not None:
             rows = self.hidden[self.done : self.done + len(hidden)]

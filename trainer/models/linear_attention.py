@@ -4,8 +4,7 @@ The kinds are Gated DeltaNet, Kimi Delta Attention and Mamba-2. Each computes qu
 tokens in `mixed`; `longshard.context.linear_attention` computes the recurrence, with a plan over all ranks.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +30,9 @@ from trainer.parallel.tensor_parallel import (
     Styles,
     sequence_gathered,
 )
+
+Where = Mapping[str, Tensor | None]
+"""Positions and plan of the tokens."""
 
 
 class Decay(nn.Module):
@@ -161,7 +163,7 @@ class LinearAttention(Branch):
         where = {"positions": positions, "plan": attention_plan}
         return self.wo(self.mixed(x, where, **adapter_inputs).to(x.dtype), **adapter_inputs)
 
-    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
         """Return the input of the output projection, (B, S, channels).
 
         Args:
@@ -171,7 +173,7 @@ class LinearAttention(Branch):
         """
         raise NotImplementedError
 
-    def convolve(self, parts: Sequence[Tensor], where: dict[str, Any]) -> tuple[Tensor, ...]:
+    def convolve(self, parts: Sequence[Tensor], where: Where) -> tuple[Tensor, ...]:
         """Return each part after its convolution and SiLU, (B, S, C).
 
         Args:
@@ -225,7 +227,7 @@ class GatedDeltaNet(LinearAttention):
         self.decay = Decay(args.value_heads)
         self.norm = nn.RMSNorm(args.value_dim, eps=norms.eps)
 
-    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
         """Return the gated norm of the recurrence, (B, S, channels).
 
         Args:
@@ -290,7 +292,7 @@ class KimiDeltaAttention(LinearAttention):
         self.decay = Decay(args.heads, args.head_dim)
         self.norm = nn.RMSNorm(args.head_dim, eps=norms.eps)
 
-    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
         """Return the gated norm of the recurrence, (B, S, channels).
 
         Args:
@@ -339,7 +341,7 @@ class Mamba2(LinearAttention):
             kinds = ("conv", "bias") if args.convolution_bias else ("conv",)
             self.whole = "in_b", "in_c", *(f"{part}_{kind}" for part in "bc" for kind in kinds)
 
-    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
         """Return the norm of the gated recurrence, (B, S, H * head_dim).
 
         Args:

@@ -92,9 +92,9 @@ class Router(nn.Module):
         self.bias_update_rate = bias_update_rate
         self.gate = Gate(dim, args.number, bias=args.biases)
         self.auxiliary = AuxiliaryLoss()
-        self.register_buffer("load", torch.empty(args.number))
-        self.register_buffer("mean_load", torch.empty(args.number), persistent=False)
-        self.register_buffer("selection_bias", torch.empty(args.number))
+        for name in ("load", "mean_load", "selection_bias"):
+            shares = torch.empty(args.number)
+            self.register_buffer(name, shares, persistent=name != "mean_load")
         self.register_buffer(
             "count", torch.empty(args.number, dtype=torch.int64), persistent=False
         )
@@ -188,12 +188,7 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        args: ExpertArgs,
-        *,
-        branches: int = 1,
-        **rates: float,
+        self, dim: int, args: ExpertArgs, *, branches: int = 1, **rates: float
     ) -> None:
         super().__init__()
         self.router = Router(dim, args, **rates)

@@ -150,9 +150,7 @@ class _Tiles(torch.autograd.Function):
         sums = []
 
         def add(
-            grad: Tensor,
-            parts: Sequence[Tensor],
-            part_gradients: Sequence[Tensor],
+            grad: Tensor, parts: Sequence[Tensor], part_gradients: Sequence[Tensor]
         ) -> None:
             parts = [x.detach().requires_grad_(x.is_floating_point()) for x in parts]
             _mark_uneven(parts, inputs[0], ctx.split)

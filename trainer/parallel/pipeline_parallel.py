@@ -82,11 +82,7 @@ class Pipeline:
         self._prepare((self.plan.micro_batches, self.hidden.tp))
 
     def step(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        loss: LossFunction,
-        **per_sequence: Tensor | None,
+        self, tokens: Tensor, labels: Tensor, loss: LossFunction, **per_sequence: Tensor | None
     ) -> None:
         """Run forward and backward of the whole batch, and add to the gradients. A collective over the pipeline.
 

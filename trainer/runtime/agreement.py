@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from longshard.sharding.exchange import all_gather, all_reduce, broadcast, has_peers
+from longshard.sharding.exchange import all_reduce, has_peers
 from trainer.config.errors import ConfigError, SharedConfigError
 
 _CONTROL_SECONDS = 300
@@ -88,13 +88,11 @@ def gather_values(value: Any, over: Over) -> list[Any]:
         value: This rank's value, of types that JSON has.
         over: The ranks.
     """
-    group, device = _group_of(over)
-    text = json.dumps(value).encode()
-    if not has_peers(group):
-        return [json.loads(text)] * group.size()
-    padded = text.ljust(int(all_reduce(torch.tensor(len(text), device=device), group, "max")))
-    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=device), group).cpu()
-    return [json.loads(bytes(row.tolist())) for row in rows]
+    group, _ = _group_of(over)
+    texts = [json.dumps(value)] * group.size()
+    if has_peers(group):
+        dist.all_gather_object(texts, texts[0], group)
+    return [json.loads(text) for text in texts]
 
 
 def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
@@ -125,10 +123,12 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
     return result
 
 
-def _group_of(over: Over) -> tuple[DeviceMesh | ProcessGroup, torch.device | str]:
+def _group_of(over: Over) -> tuple[ProcessGroup, torch.device | str]:
     if isinstance(over, torch.device):
         return dist.group.WORLD, over
-    return over, "cpu" if isinstance(over, ProcessGroup) else over.device_type
+    if isinstance(over, ProcessGroup):
+        return over, "cpu"
+    return over.get_group(), over.device_type
 
 
 def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:
@@ -139,11 +139,7 @@ def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:
         over: The mesh.
     """
     first = over.get_local_rank() == 0
-    content = raise_on_all_ranks(lambda: function() if first else b"", over)
-    length = all_reduce(torch.tensor(len(content), device=over.device_type), over, "max")
-    if not length:
-        return b""
-    copy = torch.frombuffer(bytearray(content.ljust(int(length))), dtype=torch.uint8).to(
-        over.device_type
-    )
-    return broadcast(copy, over).cpu().numpy().tobytes()
+    content = [raise_on_all_ranks(lambda: function() if first else b"", over)]
+    if has_peers(over):
+        dist.broadcast_object_list(content, group=over.get_group(), group_src=0)
+    return content[0]

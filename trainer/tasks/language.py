@@ -4,13 +4,12 @@
 into chunks as well. `losses` computes the loss of each token from the hidden states of the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from math import gcd
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
 from trainer.data.contents import QUICK, lacking_parts, summary
 from trainer.data.job_data import open_training_data, training_data
-from trainer.data.loader import BatchLoader, TextBatch, batch_hash
+from trainer.data.loader import BatchLoader, Planner, TextBatch, batch_hash
 from trainer.data.packing import NO_POSITION
 from trainer.data.token_files.catalog import catalog_of
 from trainer.job.record import ResolvedJob
@@ -136,7 +135,7 @@ class LanguageTask:
         )
 
     @property
-    def batch_planner(self) -> Callable[[Mapping[str, np.ndarray]], BatchPlan] | None:
+    def batch_planner(self) -> Planner | None:
         """A function that plans the attention of a batch when the batch is made; None without packed documents."""
         if not self.config.masks_documents:
             return None

@@ -83,9 +83,7 @@ def function_of(call: object) -> tuple[str, object] | None:
     return function["name"], function.get("arguments", {})
 
 
-def argument_forms(
-    messages: Messages,
-) -> Iterator[Messages]:
+def argument_forms(messages: Messages) -> Iterator[Messages]:
     """Yield the messages with arguments of calls as objects, then unchanged, then as strings of JSON.
 
     Clients send strings of JSON. Most templates only take objects, and some write a string differently than an object.

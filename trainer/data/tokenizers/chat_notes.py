@@ -36,10 +36,7 @@ Notes = Mapping[str, int]
 
 
 def notes_of(
-    conversation: Conversation,
-    learned: Messages,
-    text: str,
-    ends: Sequence[bool],
+    conversation: Conversation, learned: Messages, text: str, ends: Sequence[bool]
 ) -> dict[str, int]:
     """Return how many learned answers a conversation has, and how many of its parts the text lacks, by kind.
 
@@ -65,7 +62,7 @@ def notes_of(
     return {ANSWERS: len(learned)} | {kind: number for kind, number in lacks.items() if number}
 
 
-def ends_of_spans(text: str, spans: Spans, special: Sequence[str]) -> list[bool]:
+def ends_of_spans(text: str, spans: Spans, special: tuple[str, ...]) -> list[bool]:
     """Return whether each learned part of a text ends in a special token. Adjacent parts are one part.
 
     Args:
@@ -79,8 +76,7 @@ def ends_of_spans(text: str, spans: Spans, special: Sequence[str]) -> list[bool]
             joined[-1][1] = stop
         else:
             joined.append([start, stop])
-    tokens = tuple(filter(None, special))
-    return [text[start:stop].rstrip().endswith(tokens) for start, stop in joined]
+    return [text[start:stop].rstrip().endswith(special) for start, stop in joined]
 
 
 def sum_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Chat
 from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, left_out
-from trainer.data.tokenizers.chat_messages import (
-    Conversation,
-    Messages,
-    Spans,
-    argument_forms,
-)
+from trainer.data.tokenizers.chat_messages import Conversation, Messages, Spans, argument_forms
 from trainer.data.tokenizers.chat_notes import ends_of_spans, notes_of
 from trainer.data.tokenizers.template_sandbox import environment_of
 
@@ -65,7 +60,7 @@ class ChatTemplate:
         self.source = source
         self.name = name
         self._chat = chat
-        self._tokens = sorted({*special.values(), *tokens})
+        self._tokens = tuple(sorted({*special.values(), *tokens} - {""}))
         self._values = special | chat.values
         settings = chat.arguments, chat.date, chat.answers
         how = "" if settings == ((), None, "all") else f"\0{settings}"
@@ -155,8 +150,7 @@ class ChatTemplate:
             with suppress(ConfigError):
                 text, spans = self.render({"messages": messages, "where": str})
                 written = text[spans[-1][0] : spans[-1][1]].rstrip()
-                tokens = [token for token in self._tokens if token and written.endswith(token)]
-                ends += tokens[-1:]
+                ends += [*filter(written.endswith, self._tokens)][-1:]
         return ends
 
     def _written(
@@ -205,11 +199,7 @@ class ChatTemplate:
         return learned[-1:] if self._chat.answers == "last" else learned
 
     def _ended(
-        self,
-        messages: Messages,
-        text: str,
-        spans: Spans,
-        how: Mapping[str, Any],
+        self, messages: Messages, text: str, spans: Spans, how: Mapping[str, Any]
     ) -> tuple[str, Spans]:
         """Return the text and the answers, with the end token of earlier answers after the last one.
 
@@ -219,11 +209,7 @@ class ChatTemplate:
         is_last = (
             bool(spans) and spans[-1][1] == len(text) and messages[-1]["role"] == "assistant"
         )
-        if (
-            self._marked is not None
-            or not is_last
-            or text.endswith(tuple(filter(None, self._tokens)))
-        ):
+        if self._marked is not None or not is_last or text.endswith(self._tokens):
             return text, spans
         asks = (
             {"role": "tool", "name": "f", "tool_call_id": "call00000"}
@@ -236,9 +222,7 @@ class ChatTemplate:
                 _, tail, after = longer.partition(_MARKS[0])[0].rpartition(
                     text[spans[-1][0] :][-size:]
                 )
-                end = next(
-                    (token for token in self._tokens if token and after.startswith(token)), ""
-                )
+                end = next(filter(after.startswith, self._tokens), "")
                 if tail and end:
                     return text + end, [*spans[:-1], (spans[-1][0], len(text) + len(end))]
         return text, spans
