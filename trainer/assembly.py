@@ -87,12 +87,12 @@ class Assembly:
         """Whether a checkpoint is due after this step, by the time."""
         self.limits = TimeLimits(
             config.comm,
-            highest=lambda seconds: max(gather_values(seconds, self.dims["world"])),
+            highest=lambda seconds: max(gather_values(seconds)),
             apply=lambda seconds: self._set_timeout(seconds),
         )
         self.guard = StepGuard(config.training)
         prepare_process(config.training)
-        raise_on_all_ranks(self._check_machine, self.dims["world"])
+        raise_on_all_ranks(self._check_machine)
 
     def _check_machine(self) -> None:
         """Check that this machine can run the job; the first rank saves the configuration."""
@@ -113,7 +113,7 @@ class Assembly:
             self.task.build_loader(), self.job.micro_batches, self._to_device
         )
         identity = data_identity(self.data.state_dict(), training)
-        check_same(identity, self.dims["world"], "data")
+        check_same(identity, "data")
 
     def _set_up_model(self) -> None:
         self.spec = model_spec(self.config.model.name)
@@ -211,8 +211,8 @@ class Assembly:
     def build_validation(self) -> Validation:
         """Return the validation loop. A collective over all ranks."""
         build = partial(Validation, self.job, self.dims, self.task)
-        validation = raise_on_all_ranks(build, self.dims["world"])
-        check_same(validation.identity, self.dims["world"], "validation data")
+        validation = raise_on_all_ranks(build)
+        check_same(validation.identity, "validation data")
         return validation
 
     def build_model_parts(self) -> list[nn.Module]:
@@ -231,7 +231,7 @@ class Assembly:
             model.dim, self.compute_dtype, self.dims.size("tp"), rows=1 + mtp_layers_of(model)
         )
         build = partial(Pipeline, plan, model_parts, self.dims["pp"], self.device, hidden)
-        pipeline = raise_on_all_ranks(build, self.dims["world"])
+        pipeline = raise_on_all_ranks(build)
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline
 

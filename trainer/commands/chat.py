@@ -171,7 +171,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     if sys.stdin.isatty():
         say(HELP)
     conversation = Conversation(talk, args.system, args.tokens, window, say)
-    while line := read_once(next_line, over=dims["world"]):
+    while line := read_once(next_line):
         prompt = conversation.prompt(line.decode(errors="replace").strip())
         if conversation.has_ended:
             break

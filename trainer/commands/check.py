@@ -17,7 +17,6 @@ from trainer.job.data import conversation_notes
 from trainer.job.memory import check_memory
 from trainer.job.record import ResolvedJob, size_words
 from trainer.job.summary import summary
-from trainer.runtime.console import line_width
 from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import folders_of, holder_of
 from trainer.runtime.time_limits import limits_raised
@@ -72,7 +71,7 @@ def check(command: CommandLine, start: Start) -> ResolvedJob:
         check_here(config)
     if not command.print_config:
         print(opening(config, ranks, device_type))
-        print(summary(job, line_width()))
+        print(summary(job))
         for text in first_start(config):
             print(text)
         print("the settings are valid", flush=True)

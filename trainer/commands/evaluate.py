@@ -158,14 +158,7 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     """
     args, settings = parser().parse_known_args(argv)
     _check_settings(settings)
-    settings += ["--allow-imports"] * args.allow_imports
-    config, data = text_configuration(
-        args.folder,
-        args.step,
-        command="lct evaluate",
-        tokenizer=args.tokenizer,
-        settings=settings,
-    )
+    config, data = text_configuration(args, settings, command="lct evaluate")
     if (degree := config.parallelism.pipeline_parallel_degree) > 1:
         raise ConfigError(
             f"parallelism.pipeline_parallel_degree = {degree}: lct evaluate runs no pipeline; add "
@@ -234,9 +227,7 @@ def positions(
     texts = long_documents(
         documents_in_order(_documents(args, job.config)), args.seq_len, args.sequences
     )
-    return evaluation.by_position(
-        raise_on_all_ranks(lambda: list(texts), evaluation.dims["world"]), args.edges
-    )
+    return evaluation.by_position(raise_on_all_ranks(lambda: list(texts)), args.edges)
 
 
 def needle(args: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
@@ -260,7 +251,7 @@ def needle(args: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob)
     cells = []
     for length in args.lengths:
         make = partial(needle_prompts, tokenizer, length, args.depths, args.samples, args.seed)
-        prompts = raise_on_all_ranks(make, evaluation.dims["world"])
+        prompts = raise_on_all_ranks(make)
         answers = evaluation.needles(prompts)
         for depth in args.depths:
             cell_answers = [

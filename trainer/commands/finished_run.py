@@ -6,7 +6,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,7 +116,7 @@ def configuration(
 
 
 def text_configuration(
-    folder: Path, step: int, *, command: str, tokenizer: str | None, settings: Sequence[str]
+    args: argparse.Namespace, settings: Sequence[str] = (), *, command: str
 ) -> tuple[JobConfig, tuple[str, str | None]]:
     """Return a configuration that loads the language model of a run, or of a Hugging Face folder.
 
@@ -125,11 +124,9 @@ def text_configuration(
     run need not exist.
 
     Args:
-        folder: The folder of the run, or the Hugging Face folder.
-        step: The saved step; -1 for the latest.
-        command: The command, for messages.
-        tokenizer: A tokenizer that replaces the folder's own; None for the folder's own.
+        args: The options of `model_options`, and `folder`, the folder of the run or the Hugging Face folder.
         settings: Settings of the command line, which replace the folder's settings.
+        command: The command, for messages.
 
     Returns:
         The configuration; and kind and path of the validation data, or of the training data if validation is off.
@@ -137,14 +134,17 @@ def text_configuration(
     Raises:
         ConfigError: The folder is neither, lacks weights or a tokenizer, or has no such step.
     """
-    if tokenizer is not None:
-        settings = ["--model.tokenizer_path", tokenizer, *settings]
-    model_folder = ModelFolder(folder)
-    if model_folder.has_config and not (folder / RUN_FILE).is_file():
-        source = _hugging_face_configuration(model_folder, step, settings)
-        weights = str(folder.absolute())
+    settings = [*settings, *["--allow-imports"] * args.allow_imports]
+    if args.tokenizer is not None:
+        settings = ["--model.tokenizer_path", args.tokenizer, *settings]
+    folder = ModelFolder(args.folder)
+    if folder.has_config and not (folder.path / RUN_FILE).is_file():
+        source = _hugging_face_configuration(folder, args.step, settings)
+        weights = str(folder.path.absolute())
     else:
-        source = _saved(folder, step, command=command, task="tokens", settings=settings)
+        source = _saved(
+            args.folder, args.step, command=command, task="tokens", settings=settings
+        )
         weights = _saved_weights(source)
     loads = {"checkpoint": Checkpoint(initial_load_path=weights)}
     if source.lora.rank:
@@ -350,9 +350,8 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
         and ModelFolder(Path(start)).has_config
     ):
         model.by_length = True  # as transformers does for the same folder
-    once = partial(read_once, over=dims["world"])
     raise_on_all_ranks(
-        lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"]
+        lambda: load_weights(open_weights(job.config, job.model, read_once), [model])
     )
     if dims.is_first:
         print(f"weights: {weights_of(job.config)}", file=sys.stderr, flush=True)

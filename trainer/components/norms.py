@@ -140,7 +140,7 @@ class UpdateNorms(Observer):
             if p.requires_grad
         ]
         kinds = [re.sub(r"\.\d+\.", ".", name) for name, _ in trained]
-        stages = [kinds] if dims.size("pp") == 1 else gather_values(kinds, dims["world"])
+        stages = [kinds] if dims.size("pp") == 1 else gather_values(kinds)
         self._kinds = list(dict.fromkeys(kind for stage in stages for kind in stage))
         self._parameters = [
             (self._kinds.index(kind), p) for kind, (_, p) in zip(kinds, trained, strict=True)

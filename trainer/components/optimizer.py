@@ -180,7 +180,7 @@ def check_groups(
     used_here = [group in used for group in settings.groups]
     is_used_anywhere = []
     if used_here:
-        flags = zip(*gather_values(used_here, dims["world"]), strict=True)
+        flags = zip(*gather_values(used_here), strict=True)
         is_used_anywhere = [any(ranks) for ranks in flags]
     if unused := [
         group
@@ -191,9 +191,7 @@ def check_groups(
             f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not "
             f"taken; examples of names: {', '.join(map(repr, names[:3]))}"
         )
-    if settings.name == "Muon" and not any(
-        gather_values(bool(optimizer.matrix_groups), dims["world"])
-    ):
+    if settings.name == "Muon" and not any(gather_values(bool(optimizer.matrix_groups))):
         raise SharedConfigError(
             "optimizer.name = 'Muon' finds no matrix in this model; use optimizer.name = 'AdamW'"
         )

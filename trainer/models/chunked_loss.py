@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from longshard.sharding.exchange import all_gather

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup, Work
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -231,7 +229,7 @@ class OverGroup:
         zero_copy: Allocate buffers in the group's memory.
     """
 
-    collective: Callable[..., dist.Work | None]
+    collective: Callable[..., Work | None]
     group: ProcessGroup
     zero_copy: bool
 
@@ -251,7 +249,7 @@ class OverGroup:
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **settings: Any
-    ) -> dist.Work | None:
+    ) -> Work | None:
         """Run the collective over this group instead of `group`, with FSDP's `async_op` and `op`."""
         return self.collective(output_tensor, input_tensor, group=self.group, **settings)
 

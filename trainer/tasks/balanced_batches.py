@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from longshard.sharding.exchange import all_gather, all_reduce, all_to_all
 from trainer.data.loader import Batch, Planner, TextBatch, planned_batch
@@ -223,7 +223,7 @@ class BalancedBatches:
     """
 
     step: Step
-    group: dist.ProcessGroup
+    group: ProcessGroup
     plan: Planner | None
     _reported: bool = False
 

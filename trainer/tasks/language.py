@@ -90,7 +90,7 @@ class LanguageTask:
             how = {
                 "exchange": BalancedBatches(self._balanced_step(), group, self.batch_planner)
             }
-        return raise_on_all_ranks(lambda: self.open_loader(**how), self.dims["world"])
+        return raise_on_all_ranks(lambda: self.open_loader(**how))
 
     def open_loader(self, **how: Callable | None) -> BatchLoader:
         """Return the loader of this rank's batches. A collective over all ranks.
@@ -102,13 +102,8 @@ class LanguageTask:
         """
         training = self.config.training
         dims = self.dims
-        catalogs = [
-            once_a_node(partial(catalog_of, one), dims["world"])
-            for one in training_data(self.config)
-        ]
-        data = raise_on_all_ranks(
-            lambda: open_training_data(self.config, catalogs), dims["world"]
-        )
+        catalogs = [once_a_node(partial(catalog_of, one)) for one in training_data(self.config)]
+        data = raise_on_all_ranks(lambda: open_training_data(self.config, catalogs))
         documents = data.items if isinstance(data.items, int) else sum(data.items)
         if dims.is_first and documents <= QUICK and (contents := data.contents()):
             logger.info(summary(contents, training.seq_len))
