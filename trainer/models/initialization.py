@@ -18,22 +18,15 @@ from trainer.parallel.tensor_parallel import preserve_ties
 from trainer.transforms.lora import init_adapter, is_adapter
 
 
-def draw(
-    parameter: Tensor,
-    generator: torch.Generator,
-    *,
-    fan_in: int | None = None,
-    branches: int = 1,
-) -> None:
+def draw(parameter: Tensor, generator: torch.Generator, *, branches: int = 1) -> None:
     """Draw a matrix that keeps the scale of activations.
 
     Args:
         parameter: (outputs, ...), filled in place.
         generator: The source of random numbers.
-        fan_in: Inputs of an output; by default the product of all dimensions except the first.
         branches: For the last matrix of a residual branch: number of branches, whose sum keeps the scale. Otherwise 1.
     """
-    inputs = parameter[0].numel() if fan_in is None else fan_in
+    inputs = parameter[0].numel()
     parameter.normal_(0.0, 1.0 / math.sqrt(inputs * branches), generator=generator)
 
 
