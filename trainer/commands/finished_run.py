@@ -151,7 +151,6 @@ def text_configuration(
         saved = str(checkpoint_folder(source).path.absolute())
         loads = {"checkpoint": replace(source.checkpoint, folder=saved), "lora": source.lora}
     training = source.training
-    kept = {name: getattr(training, name) for name in _KEPT}
     data = training.dataset, training.dataset_path
     if source.validation.enable:
         data = source.validation.source(training)
@@ -160,7 +159,7 @@ def text_configuration(
         job=Job(dump_folder=tempfile.gettempdir(), device=source.job.device),
         model=source.model,
         chat=source.chat,
-        training=Training(local_batch_size=1, **kept),
+        training=Training(local_batch_size=1, **{n: getattr(training, n) for n in _KEPT}),
         parallelism=source.parallelism,
         float8=source.float8,
         comm=source.comm,
@@ -178,7 +177,8 @@ def _hugging_face_configuration(
     """
     if step != -1:
         raise ConfigError(
-            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave --step out"
+            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave "
+            "--step out"
         )
     own = [
         f"--model.name={folder.family}",

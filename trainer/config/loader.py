@@ -71,12 +71,11 @@ def parse_command_line(
         ConfigError: A package cannot be imported, a key is unknown, a value has the wrong type, or a file is no TOML.
     """
     problems = Problems()
-    imports = []
+    words = {}
     with suppress(ConfigError):  # `read_options` finds it again
         words = {name[2:].replace("-", "_"): words for name, words in split(argv)}
-        imports = imports_of(words)
-    if imports:
-        _check_trust(words, imports, reading=reading)
+    imports = imports_of(words)
+    _check_trust(words, imports, reading=reading)
     import_packages(imports)
     schema = with_tables(schema, imports)
     options = read_options(argv, schema, problems)

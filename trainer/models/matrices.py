@@ -56,9 +56,9 @@ def matrices_of(
                 if names is None:
                     kind = type(module).__name__
                     raise ConfigError(
-                        f"optimizer.name = 'Muon' does not know whether {name}.{own_name}, of a module {kind}, is a "
-                        f"matrix; give {kind} an attribute muon_matrices = ({own_name!r},), or () if AdamW is to "
-                        "update it"
+                        f"optimizer.name = 'Muon' does not know whether {name}.{own_name}, of a "
+                        f"module {kind}, is a matrix; give {kind} an attribute muon_matrices = "
+                        f"({own_name!r},), or () if AdamW is to update it"
                     )
                 if own_name in names:
                     # with leading dimensions, one matrix for each of their indices
