@@ -19,7 +19,7 @@ from trainer.components.lr_scheduler import build_lr_scheduler, check_restart
 from trainer.components.metrics import MetricsLogger
 from trainer.components.norms import UpdateNorms
 from trainer.components.optimizer import build_optimizer, can_mask_update, check_groups
-from trainer.components.preparation import prepare_machine, prepare_process
+from trainer.components.profiling import check_memory_snapshot
 from trainer.components.qk_clip import QKClip
 from trainer.components.step_outcome import StepGuard
 from trainer.data.loader import BatchesAhead, data_identity
@@ -34,12 +34,16 @@ from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.pipeline_parallel import HiddenStates, Pipeline
 from trainer.runtime.agreement import check_same, gather_values, raise_on_all_ranks
 from trainer.runtime.console import say_waiting
+from trainer.runtime.determinism import prepare_process
+from trainer.runtime.dump_folder import save_configuration
 from trainer.runtime.process_group import set_timeout
 from trainer.runtime.stop import Stop
 from trainer.runtime.time_limits import TimeLimits
 from trainer.tasks.task import Batch, Task
 from trainer.tasks.validation import Validation
-from trainer.transforms.compile import keep_caches_apart
+from trainer.transforms.compile import check_compiler, keep_caches_apart
+from trainer.transforms.float8 import check_float8_machine
+from trainer.transforms.quantized import check_quantization_package
 
 
 class Assembly:
@@ -84,13 +88,24 @@ class Assembly:
         """Whether a checkpoint is due after this step, by the time."""
         self.limits = TimeLimits(
             config.comm,
-            highest=lambda seconds: max(gather_values(seconds, self.dims["world"])),
+            highest=lambda seconds: max(gather_values(seconds)),
             apply=lambda seconds: self._set_timeout(seconds),
         )
         self.guard = StepGuard(config.training)
         prepare_process(config.training)
-        prepare = partial(prepare_machine, self.job, self.dims, self.device)
-        raise_on_all_ranks(prepare, self.dims["world"])
+        raise_on_all_ranks(self._check_machine)
+
+    def _check_machine(self) -> None:
+        """Check that this machine can run the job; the first rank saves the configuration."""
+        check_compiler(self.job.compilation, self.device)
+        has_parameters = self.job.model.norms_have_parameters
+        check_float8_machine(
+            self.config.float8, self.device, norms_have_parameters=has_parameters
+        )
+        check_quantization_package(self.config.lora)
+        check_memory_snapshot(self.config.profiling, self.device)
+        if self.dims.is_first:
+            save_configuration(self.job.user_config)
 
     def _set_up_data(self) -> None:
         training = self.config.training
@@ -100,7 +115,7 @@ class Assembly:
             self.task.build_loader(), self.job.micro_batches, self._to_device
         )
         identity = data_identity(self.data.state_dict(), training)
-        check_same(identity, self.dims["world"], "data")
+        check_same(identity, "data")
 
     def _set_up_model(self) -> None:
         self.spec = model_spec(self.config.model.name)
@@ -171,7 +186,7 @@ class Assembly:
     def build_observers_of_updates(self) -> list[Observer]:
         """Return the observers that watch the optimizer, after the optimizer is built."""
         config = self.config
-        observers: list[Observer] = []
+        observers = []
         if config.optimizer.qk_clip is not None and config.task == "tokens":
             observers.append(
                 clip := QKClip(
@@ -198,8 +213,8 @@ class Assembly:
     def build_validation(self) -> Validation:
         """Return the validation loop. A collective over all ranks."""
         build = partial(Validation, self.job, self.dims, self.task)
-        validation = raise_on_all_ranks(build, self.dims["world"])
-        check_same(validation.identity, self.dims["world"], "validation data")
+        validation = raise_on_all_ranks(build)
+        check_same(validation.identity, "validation data")
         return validation
 
     def build_model_parts(self) -> list[nn.Module]:
@@ -218,7 +233,7 @@ class Assembly:
             model.dim, self.compute_dtype, self.dims.size("tp"), rows=1 + mtp_layers_of(model)
         )
         build = partial(Pipeline, plan, model_parts, self.dims["pp"], self.device, hidden)
-        pipeline = raise_on_all_ranks(build, self.dims["world"])
+        pipeline = raise_on_all_ranks(build)
         pipeline.set_timeout(self.config.comm.init_timeout_seconds)
         return pipeline
 

@@ -10,7 +10,7 @@ def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
         sizes: Size of each name.
         most: Largest size of a group.
     """
-    groups: list[list[str]] = []
+    groups = []
     total = 0
     for name, size in sizes.items():
         total += size

@@ -82,7 +82,7 @@ class Trainer(Assembly):
                             f"{self.stop_reason} after step {step}; {_SAVED if saved else _NOT_SAVED}"
                         )
                         if self.stop_reason == _NO_DATA:
-                            raise_on_all_ranks(self.data.check, self.dims["world"])
+                            raise_on_all_ranks(self.data.check)
                         return
             self.metrics.log_end()
             logger.info(closing(self.job, checkpoint=self.checkpoint.saved, program=program()))
@@ -162,7 +162,7 @@ class Trainer(Assembly):
         with self.metrics.loading_data(), self.region("data_loading"):
             if step > self.start_step + 1:
                 return self.data.take()
-            batches = raise_on_all_ranks(self.data.take, self.dims["world"])
+            batches = raise_on_all_ranks(self.data.take)
         check_same_batch(self.task, batches[0], self.dims)
         return batches
 
@@ -182,7 +182,7 @@ class Trainer(Assembly):
         """
         for observer in self.observers:
             observer.batch(batch)
-        parts: list[Tensor] = []
+        parts = []
 
         def loss(part: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
             losses = self.task.losses(part, hidden, targets)

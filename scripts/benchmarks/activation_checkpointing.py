@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from trainer.config.schema import ActivationCheckpoint, Model
-from trainer.families.registry import model_args
+from trainer.families.registry import flavor_args
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
 from trainer.transforms.activation_checkpoint import apply_activation_checkpoint
@@ -129,7 +129,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     args = parser.parse_args()
     spec = model_spec("llama3")
-    shape = model_args(Model(flavor=args.flavor), vocab_size=512, max_seq_len=args.seq_len)
+    model = Model(flavor=args.flavor)
+    shape = flavor_args(model).configured(model, vocab_size=512, max_seq_len=args.seq_len)
     tokens = torch.randint(512, (args.rows, args.seq_len), generator=torch.Generator().manual_seed(0))
     without = None
     for name, config in MODES.items():

@@ -27,7 +27,7 @@ from trainer.data.job_data import open_training_data
 from trainer.data.loader import BatchLoader
 from trainer.families.args import ModelArgs
 from trainer.families.decoder_args import LLAMA3 as FLAVORS
-from trainer.families.registry import model_args
+from trainer.families.registry import flavor_args
 from trainer.job import ResolvedJob, resolve
 from trainer.models.initialization import initialize
 from trainer.models.model_spec import model_spec
@@ -87,7 +87,7 @@ def with_layers(flavor: str, layers: int) -> str:
     Raises:
         ConfigError: The flavor does not exist.
     """
-    model_args(Model(flavor=flavor), vocab_size=1, max_seq_len=1)
+    flavor_args(Model(flavor=flavor))
     name = f"{flavor}:{layers}"
     FLAVORS[name] = replace(FLAVORS[flavor], n_layers=layers)
     return name

@@ -28,7 +28,7 @@ def scores_case(cp: int) -> tuple[list[Score], list[float]]:
     with opened(Model(), cp=cp) as (part, job, dims):
         writer = Writer(part, job, dims, open_tokenizer(), (), control_group())
         parts: list = []
-        writer.answer(ASKED, Waiting(ASKED, parts.append) if dims.rank("world") == 0 else None)
+        writer.answer(Waiting(ASKED, parts.append if dims.rank("world") == 0 else lambda _: None))
         scores = [score for piece in parts if isinstance(piece, Piece) for score in piece.scores]
     wanted = []
     if scores and Process.from_environment().world_size == 1:
@@ -79,11 +79,11 @@ def failing_case(failing_rank: int) -> list[list]:
 
         for kind in ("fails", "leaves", "usual"):
             asked, parts = replace(ASKED, tokens=6), []
-            waiting = Waiting(asked, parts.append, threading.Event()) if rank == 0 else None
-            if waiting is not None and kind == "leaves":
+            waiting = Waiting(asked, parts.append if rank == 0 else lambda _: None, threading.Event())
+            if rank == 0 and kind == "leaves":
                 waiting.gone.set()
             with mock.patch.object(answering, "generate", failing if kind == "fails" else real):
-                writer.answer(asked, waiting)
+                writer.answer(waiting)
             pieces.append([str(p) if isinstance(p, AnswerError) else p for p in parts if not isinstance(p, Piece)])
     return pieces
 

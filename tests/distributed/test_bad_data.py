@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.checkpoint_cases import main_case, trainer_in
 from tests.distributed.pool import WorkerPool
@@ -206,8 +205,7 @@ def catalog_case(ranks_of_a_node: int) -> tuple[str, int]:
     os.environ["LOCAL_RANK"] = str(process.rank % ranks_of_a_node)
     looked: list[str] = []
     with process_group(process, Comm()):
-        mesh = init_device_mesh(process.device.type, (process.world_size,))
-        catalog = once_a_node(lambda: looked.append("") or "x" * process.rank + f"catalog of rank {process.rank}", mesh)
+        catalog = once_a_node(lambda: looked.append("") or "x" * process.rank + f"catalog of rank {process.rank}")
     return catalog, len(looked)
 
 

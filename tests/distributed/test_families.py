@@ -25,10 +25,10 @@ from trainer.config.schema import Model
 from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader
 from trainer.models.auxiliary_loss import normalise_auxiliary_losses
-from trainer.models.decay import Decay
+from trainer.models.linear_attention import Decay
 from trainer.models.model_spec import hf_model, model_spec
 
-pytestmark = pytest.mark.about("trainer/models/linear_attention.py", "trainer/families/sparse_attention.py")
+pytestmark = pytest.mark.about("trainer/models/linear_attention.py", "trainer/families/sparse.py")
 
 
 def both_ways(family: str, folder: str, texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,7 @@ from tests.slow import slow
 from trainer.commands import convert
 from trainer.commands.evaluate import checked
 from trainer.commands.finished_run import loaded_model, text_configuration
+from trainer.commands.generate import model_parser
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX
@@ -289,7 +290,8 @@ def opened(folder: str, command: str) -> torch.Tensor:
     settings = ["--parallelism.tensor_parallel_degree=2", "--training.loss_chunk_tokens=0"]
     tokenizer = default_tokenizer_path()
     if command == "generate":
-        config, _ = text_configuration(Path(folder), -1, command=command, tokenizer=tokenizer, settings=settings)
+        args = model_parser(command, "").parse_args([folder, "--tokenizer", tokenizer])
+        config, _ = text_configuration(args, settings, command=command)
         job = resolve(config, process.world_size, process.device.type)
     else:
         options = ["--tasks", "needle", "--lengths", "512", "--ngpu", "2", "--tokenizer", tokenizer]

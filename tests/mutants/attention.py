@@ -519,8 +519,8 @@ EXECUTION = (
     Mutant(
         "positions are turned the other way",
         "trainer/models/rotary.py",
-        "even * cos - odd * sin",
-        "even * cos + odd * sin",
+        "first * cos - second * sin",
+        "first * cos + second * sin",
         "tests/unit/test_rotary.py",
     ),
 )

@@ -249,8 +249,8 @@ CHAT = (
     Mutant(
         "a connection that sends nothing stays open",
         "trainer/commands/http_server.py",
-        "            super().connection_made(transport)\n            self._wait()\n",
-        "            super().connection_made(transport)\n",
+        "        super().connection_made(transport)\n        self._wait()\n",
+        "        super().connection_made(transport)\n",
         "tests/unit/test_serve_limits.py::test_what_is_half_sent_is_closed",
     ),
     Mutant(

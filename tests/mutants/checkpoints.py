@@ -164,8 +164,8 @@ CHECKPOINTS = (
     Mutant(
         "a rank reads the first columns of a matrix",
         "trainer/hugging_face/reader.py",
-        "part = read_part(stored, [hf.first_row + first, *offsets[1:]],",
-        "part = read_part(stored, [hf.first_row + first, *[0 for _ in offsets[1:]]],",
+        "part = read_part(stored, [hf.first_row + first, *others], [size,",
+        "part = read_part(stored, [hf.first_row + first, *[0 for _ in others]], [size,",
         "tests/unit/test_hugging_face.py",
     ),
     Mutant(

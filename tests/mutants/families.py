@@ -105,8 +105,8 @@ FAMILIES = (
     Mutant(
         "layers with a window have the frequencies of the others",
         "trainer/models/decoder.py",
-        "(self.get_buffer(_own(theta)), None) for theta",
-        "(self.frequencies, None) for theta",
+        "self.get_buffer(_own(theta)),",
+        "self.frequencies,",
         f"{_LOGITS}[gemma3]",
     ),
     Mutant(
@@ -139,14 +139,14 @@ FAMILIES = (
     ),
     Mutant(
         "a part of a matrix in float8 has the scales of the first blocks",
-        "trainer/hugging_face/quantised.py",
+        "trainer/hugging_face/parts.py",
         "firsts = [start // FLOAT8_BLOCK for start in offsets[-2:]]",
         "firsts = [0 * start for start in offsets[-2:]]",
         "tests/unit/test_float8_weights.py",
     ),
     Mutant(
         "the blocks of float8 begin where the part begins",
-        "trainer/hugging_face/quantised.py",
+        "trainer/hugging_face/parts.py",
         "torch.arange(offsets[dim], offsets[dim] + part.shape[dim])",
         "offsets[dim] // FLOAT8_BLOCK * FLOAT8_BLOCK + torch.arange(part.shape[dim])",
         "tests/unit/test_float8_weights.py",

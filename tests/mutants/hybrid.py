@@ -179,8 +179,8 @@ HYBRID = (
     Mutant(
         "gathered latents have the gradient of one rank's heads",
         "trainer/parallel/tensor_parallel.py",
-        "return _gathered(part, inputs, device_mesh).to_local(grad_placements=[Partial()])",
-        "return _gathered(part, inputs, device_mesh).to_local()",
+        "GATHERED = Distributed(before=_gathered, after=_used_in_part)",
+        "GATHERED = Distributed(before=_gathered, after=_own_part)",
         f"{_FAMILIES}::test_a_layout_equals_one_process[deepseek_v3-tp2]",
     ),
     Mutant(

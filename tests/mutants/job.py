@@ -249,7 +249,7 @@ DATA = (
     ),
     Mutant(
         "two processes write one shard",
-        "trainer/data/token_files/shards.py",
+        "trainer/data/token_files/made.py",
         "        if index.exists():\n            return\n",
         "",
         "tests/unit/test_token_file_damage.py",
@@ -757,7 +757,7 @@ PROCESSES = (
     Mutant(
         "each rank has the time-out of its own steps",
         "trainer/assembly.py",
-        'highest=lambda seconds: max(gather_values(seconds, self.dims["world"])),',
+        "highest=lambda seconds: max(gather_values(seconds)),",
         "highest=lambda seconds: seconds,",
         "tests/distributed/test_timeouts.py::test_all_ranks_set_the_limits_that_the_slowest_one_needs",
     ),
@@ -820,8 +820,8 @@ PROCESSES = (
     Mutant(
         "what one rank finds wrong does not reach the others",
         "trainer/runtime/agreement.py",
-        'failed = all_reduce(flag, group, "max").item()',
-        'failed = all_reduce(flag, group, "min").item()',
+        "for text in gather_values(message, over) if text",
+        "for text in [message] if text",
         "tests/distributed/test_checkpoint_errors.py",
     ),
     Mutant(

@@ -550,7 +550,7 @@ _VALIDATION = "tests/distributed/test_validation.py"
 VALIDATION = (
     Mutant(
         "a validation takes the float8 scales of the weights before the update",
-        "trainer/tasks/forward_pass.py",
+        "trainer/tasks/validation.py",
         "        precompute_scales(part, task.config)",
         "        pass",
         f"{_VALIDATION}::test_weights_are_scaled_again_for_float8",
@@ -564,7 +564,7 @@ VALIDATION = (
     ),
     Mutant(
         "rows that fill up the last batch of a validation count",
-        "trainer/tasks/forward_pass.py",
+        "trainer/tasks/validation.py",
         '        arrays["labels"][len(local_sequences) :] = IGNORE_INDEX\n',
         "",
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",
@@ -780,8 +780,8 @@ ROUNDING = (
     Mutant(
         "moments are kept in the type of the weights",
         "trainer/components/rounding.py",
-        '"exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, requires_grad=False)',
-        '"exp_avg_sq": torch.zeros_like(parameter, requires_grad=False)',
+        "state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)",
+        "state[name] = torch.zeros_like(p, requires_grad=False)",
         f"{_STORED}::test_moments_take_what_the_job_counts",
     ),
     Mutant(

@@ -13,7 +13,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.tokenizer import vocab_size_of
-from trainer.families.registry import model_args
+from trainer.families.registry import flavor_args
 from trainer.job import resolve
 from trainer.stores import store
 from trainer.stores.folder import check_fits, read_state, step_to_load
@@ -30,7 +30,8 @@ def configured(tmp_path: Path, *arguments: str) -> JobConfig:
 
 def shape_of(config: JobConfig):
     vocab_size = vocab_size_of(config.model.tokenizer_file)
-    return model_args(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
+    flavor = flavor_args(config.model)
+    return flavor.configured(config.model, vocab_size=vocab_size, max_seq_len=config.training.seq_len)
 
 
 def save(folder: Path, step: int, config: JobConfig | None = None) -> Path:

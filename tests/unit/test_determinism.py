@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.profiler import profile
 
-from trainer.components.preparation import prepare_process
 from trainer.config.schema import JobConfig
-from trainer.runtime.determinism import set_determinism
+from trainer.runtime.determinism import prepare_process, set_determinism
 
 
 @pytest.fixture

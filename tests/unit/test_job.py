@@ -15,7 +15,7 @@ from trainer.job import resolve
 from trainer.job.degrees import Degrees
 from trainer.job.incompatible import INCOMPATIBLE, Pair
 
-pytestmark = pytest.mark.about("trainer/job/draft.py", "trainer/job/incompatible.py", "trainer/job/training.py")
+pytestmark = pytest.mark.about("trainer/job/record.py", "trainer/job/incompatible.py", "trainer/job/training.py")
 
 ROOT = Path(__file__).resolve().parents[2]
 # Presets of language models; examples/fields/tests/test_jobs.py has the others.

@@ -15,7 +15,7 @@ from longshard.context.planning.capabilities import call_elements
 from tests.unit.kernel_stand_ins import CALLS, KERNELS, OPS, counts, launches_of
 from tests.unit.test_kernels import CAUSAL, inputs
 from trainer.config.loader import parse_command_line
-from trainer.families.registry import model_args
+from trainer.families.registry import flavor_args
 from trainer.job.attention import resolve_attention
 from trainer.models import attention
 
@@ -118,5 +118,6 @@ def test_plain_attention_of_too_many_elements_has_no_gradients(monkeypatch: pyte
 )
 def test_a_job_of_one_rank_gets_a_plan_for_them(words: list[str], device_type: str, has_plan: bool) -> None:
     config = parse_command_line(["--model.flavor=8B", "--training.local_batch_size=1", *words]).config
-    options, _ = resolve_attention(config, model_args(config.model, vocab_size=1, max_seq_len=1), device_type)
+    args = flavor_args(config.model).configured(config.model, vocab_size=1, max_seq_len=1)
+    options, _ = resolve_attention(config, args, device_type)
     assert (options is not None) == has_plan

@@ -39,7 +39,7 @@ def test_torch_free_names_do_not_import_torch() -> None:
         "from trainer.config import JobConfig, parse_command_line\n"
         "from longshard import AxisLayout, head_tail\n"
         "from longshard import ContextParallelOptions, Mask, causal, documents, make_plan\n"
-        "from trainer.families.registry import model_args\n"
+        "from trainer.families.registry import flavor_args\n"
         "assert 'torch' not in sys.modules\n"
         "from longshard import context_parallel, region\n"
         "assert callable(context_parallel) and callable(region)\n"

@@ -10,7 +10,7 @@ from trainer.models.decoder import Transformer
 from trainer.models.initialization import initialize
 from trainer.models.short_convolution import InnerConvolution, ShortConvolution
 
-pytestmark = pytest.mark.about("trainer/models/weights.py")
+pytestmark = pytest.mark.about("trainer/models/initialization.py")
 
 ARGS = TransformerArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_hidden_dim=48, vocab_size=50, max_seq_len=16)
 DOCUMENTS = [[16], [1, 1, 2, 3, 4, 5], [5, 11], [3] * 5 + [1]]

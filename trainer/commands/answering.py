@@ -11,12 +11,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from trainer.commands.http_server import Waiting
 from trainer.commands.openai_format import AnswerError, Ended, Piece, Score
-from trainer.commands.openai_request import Request
 from trainer.commands.talk import Pieces
 from trainer.components.generation import Sampling, Writing, generate
 from trainer.config.errors import first_line
@@ -51,57 +50,53 @@ class Writer:
     dims: ParallelDims
     tokenizer: Tokenizer
     ends: Collection[int]
-    control: dist.ProcessGroup
+    control: ProcessGroup
 
-    def answer(self, request: Request, waiting: Waiting | None) -> None:
+    def answer(self, waiting: Waiting) -> None:
         """Generate the answer of a request. A collective over all ranks.
 
         If generation fails, the client of this request gets the error, and all ranks take the next request.
 
         Args:
-            request: The request.
-            waiting: The waiting request of the server, which takes the answer, on rank 0; None on other ranks.
+            waiting: The request, and what takes the answer; only rank 0 sends it to the client.
 
         Raises:
             Exception: Another rank is lost (see `is_peer_failure`): the ranks cannot continue.
         """
         try:
-            ended = self._written(request, waiting)
+            ended = self._written(waiting)
             self._agree(_ON)
         except Exception as error:
             if is_peer_failure(error):
                 raise
             if not isinstance(error, _OtherRankError):
                 highest(_FAILED, self.control)
-            if waiting is not None:
-                reason = f"{type(error).__name__}: {first_line(error)[:300]}"
-                message = f"the answer could not be written ({reason})"
+            reason = f"{type(error).__name__}: {first_line(error)[:300]}"
+            message = f"the answer could not be written ({reason})"
+            if self.dims.is_first:
                 print(f"error: {message}", file=sys.stderr, flush=True)
-                waiting.send(AnswerError(message))
+            waiting.send(AnswerError(message))
             return
-        if waiting is not None:
-            waiting.send(ended)
+        waiting.send(ended)
 
-    def _written(self, request: Request, waiting: Waiting | None) -> Ended:
+    def _written(self, waiting: Waiting) -> Ended:
+        request = waiting.request
         text = Pieces(self.tokenizer.decode, request.stops)
-        if waiting is not None and request.echo and request.scores is None:
+        if request.echo and request.scores is None:
             waiting.send(Piece(self.tokenizer.decode(request.prompt)))
 
         def send_token(_: int, token: int, logits: Tensor) -> bool:
             piece = "" if token in self.ends else text.put(token)
-            if waiting is not None:
-                scores = (
-                    ()
-                    if request.scores is None
-                    else scores_of(logits[None], [token], request.scores)
-                )
-                waiting.send(Piece(piece, scores))
-            left = waiting is not None and waiting.gone.is_set()
+            scores = (
+                ()
+                if request.scores is None
+                else scores_of(logits[None], [token], request.scores)
+            )
+            waiting.send(Piece(piece, scores))
+            left = waiting.gone.is_set()
             return self._agree(_LEFT if left else _ON) == _LEFT or text.stopped
 
         def send_prompt(start: int, logits: Tensor) -> None:
-            if waiting is None or request.scores is None:
-                return
             tokens = request.prompt[start : start + logits.shape[1] + 1]
             first = () if start else (Score(tokens[0], None),)
             following = tokens[1:]
@@ -119,8 +114,7 @@ class Writer:
             on_prompt=send_prompt if request.echo and request.scores is not None else None,
         )
         (written,) = generate(self.model, self.job, self.dims, [request.prompt], writing)
-        if waiting is not None:
-            waiting.send(Piece(text.finish()))
+        waiting.send(Piece(text.finish()))
         is_full = len(written) == request.tokens and not text.stopped
         return Ended(len(written), "length" if is_full else "stop")
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from trainer.commands.generate import job_of, model_parser
 from trainer.commands.options import Parser
 from trainer.commands.ranks import run
-from trainer.commands.talk import PATIENCE_SECONDS, Message, Pieces, Talk, talk_options
+from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, talk_options
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob
 from trainer.runtime.console import for_terminal
@@ -85,7 +85,7 @@ class Conversation:
 
     def __post_init__(self) -> None:
         system = {"role": "system", "content": self.system}
-        self._first: list[Message] = [] if self.system is None else [system]
+        self._first = [] if self.system is None else [system]
         self._messages = list(self._first)
 
     def prompt(self, line: str) -> list[int] | None:
@@ -140,7 +140,7 @@ class Conversation:
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
     """Yield a list that collects the signals of Ctrl-C inside this context."""
-    signals: list[int] = []
+    signals = []
     before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:
         yield signals
@@ -171,7 +171,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     if sys.stdin.isatty():
         say(HELP)
     conversation = Conversation(talk, args.system, args.tokens, window, say)
-    while line := read_once(next_line, over=dims["world"]):
+    while line := read_once(next_line):
         prompt = conversation.prompt(line.decode(errors="replace").strip())
         if conversation.has_ended:
             break

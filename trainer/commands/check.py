@@ -17,8 +17,7 @@ from trainer.job.data import conversation_notes
 from trainer.job.memory import check_memory
 from trainer.job.record import ResolvedJob, size_words
 from trainer.job.summary import summary
-from trainer.runtime.console import line_width
-from trainer.runtime.devices import Machine, this_machine
+from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import folders_of, holder_of
 from trainer.runtime.time_limits import limits_raised
 from trainer.stores.folder import step_to_load
@@ -60,8 +59,10 @@ def check(command: CommandLine, start: Start) -> ResolvedJob:
     machine = this_machine()
     config = command.config
     elsewhere = command.world_size is not None
-    ranks, device_type = _ranks(command, start, machine)
-    missing: list[str] = []
+    ranks = command.world_size or start.world_size(config, machine)
+    is_gpu = elsewhere and config.job.device != "cpu"
+    device_type = "cuda" if is_gpu else machine.device_type(config.job.device)
+    missing = []
     node = start.ranks if elsewhere else start.ranks_here(config, machine)
     job = resolve(config, ranks, device_type, node=node, missing=missing if elsewhere else None)
     here = [] if elsewhere else job_notes(job, machine, node)
@@ -70,7 +71,7 @@ def check(command: CommandLine, start: Start) -> ResolvedJob:
         check_here(config)
     if not command.print_config:
         print(opening(config, ranks, device_type))
-        print(summary(job, line_width()))
+        print(summary(job))
         for text in first_start(config):
             print(text)
         print("the settings are valid", flush=True)
@@ -81,15 +82,6 @@ def check(command: CommandLine, start: Start) -> ResolvedJob:
     if taken := holder_of(folders_of(config)):
         raise taken
     return job
-
-
-def _ranks(command: CommandLine, start: Start, machine: Machine) -> tuple[int, str]:
-    config = command.config
-    elsewhere = command.world_size is not None
-    ranks = command.world_size or start.world_size(config, machine)
-    return ranks, "cuda" if elsewhere and config.job.device != "cpu" else machine.device_type(
-        config.job.device
-    )
 
 
 def main(argv: list[str]) -> int:
@@ -118,9 +110,8 @@ def main(argv: list[str]) -> int:
     job = check(command, start)
     if not command.print_config:
         check_tensors(job)
-        peak, note = peak_of_a_step(
-            arguments, *_ranks(command, start, this_machine()), node=start.ranks
-        )
+        ranks = job.degrees.world_size
+        peak, note = peak_of_a_step(arguments, ranks, job.device_type, node=start.ranks)
         print(peak)
         if note:
             print(f"note: {note}", file=sys.stderr)

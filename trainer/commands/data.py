@@ -33,7 +33,9 @@ from trainer.runtime.console import escaped, set_up_logging
 _GREEN, _DIM, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _STYLE = "body{font:14px/1.5 monospace;white-space:pre-wrap}b{color:#060;background:#dfd}h2{font-size:1em}"
 
-Document = tuple[str, list[tuple[str, bool]]]
+Parts = list[tuple[str, bool]]
+"""Texts, and whether each is learned."""
+Document = tuple[str, Parts]
 """The heading of a document, and its text in parts: the text of a part, and whether its tokens are learned."""
 
 
@@ -89,7 +91,7 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
         yield head, [(tokenizer.decode([id for id, _ in run]), mark) for mark, run in runs]
 
 
-def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]]:
+def shortened(parts: Parts, most: int) -> Parts:
     """Return the first and the last characters of a text, with a note on the characters between them.
 
     Args:
@@ -105,7 +107,7 @@ def shortened(parts: list[tuple[str, bool]], most: int) -> list[tuple[str, bool]
     return [*_cut(parts, 0, head), gap, *_cut(parts, tail, length)]
 
 
-def _cut(parts: list[tuple[str, bool]], start: int, stop: int) -> list[tuple[str, bool]]:
+def _cut(parts: Parts, start: int, stop: int) -> Parts:
     """Return the characters [start, stop) of a text in parts."""
     places = accumulate((len(text) for text, _ in parts), initial=0)
     cut = [

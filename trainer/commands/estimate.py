@@ -247,7 +247,7 @@ def draw(profile: Profile, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("--picture needs matplotlib: pip install matplotlib") from None
-    totals: dict[str, float] = {}
+    totals = {}
     for _, amounts in profile.curve:
         for name, size in in_words(amounts).items():
             totals[name] = max(totals.get(name, 0.0), size)

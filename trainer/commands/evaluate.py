@@ -158,15 +158,12 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
     """
     args, settings = parser().parse_known_args(argv)
     _check_settings(settings)
-    settings += ["--allow-imports"] * args.allow_imports
-    config, data = text_configuration(
-        args.folder,
-        args.step,
-        command="lct evaluate",
-        tokenizer=args.tokenizer,
-        settings=settings,
-    )
-    _check_no_pipeline(config.parallelism.pipeline_parallel_degree)
+    config, data = text_configuration(args, settings, command="lct evaluate")
+    if (degree := config.parallelism.pipeline_parallel_degree) > 1:
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_degree = {degree}: lct evaluate runs no pipeline; add "
+            "--parallelism.pipeline_parallel_degree 1, which leaves more ranks for the other degrees"
+        )
     set_defaults(args, config.training.seq_len, data)
     check_creatable(args.output, "--output")
     machine = this_machine()
@@ -194,14 +191,6 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 def _documents(args: argparse.Namespace, config: JobConfig) -> DataSettings:
     return DataSettings.of(args.dataset, args.dataset_path, config.model, config.training)
-
-
-def _check_no_pipeline(degree: int) -> None:
-    if degree > 1:
-        raise ConfigError(
-            f"parallelism.pipeline_parallel_degree = {degree}: lct evaluate runs no pipeline; add "
-            "--parallelism.pipeline_parallel_degree 1, which leaves more ranks for the other degrees"
-        )
 
 
 def _check_settings(settings: list[str]) -> None:
@@ -238,9 +227,7 @@ def positions(
     texts = long_documents(
         documents_in_order(_documents(args, job.config)), args.seq_len, args.sequences
     )
-    return evaluation.by_position(
-        raise_on_all_ranks(lambda: list(texts), evaluation.dims["world"]), args.edges
-    )
+    return evaluation.by_position(raise_on_all_ranks(lambda: list(texts)), args.edges)
 
 
 def needle(args: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob) -> list[Row]:
@@ -264,7 +251,7 @@ def needle(args: argparse.Namespace, evaluation: "Evaluation", job: ResolvedJob)
     cells = []
     for length in args.lengths:
         make = partial(needle_prompts, tokenizer, length, args.depths, args.samples, args.seed)
-        prompts = raise_on_all_ranks(make, evaluation.dims["world"])
+        prompts = raise_on_all_ranks(make)
         answers = evaluation.needles(prompts)
         for depth in args.depths:
             cell_answers = [

@@ -6,9 +6,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.commands.options import Parser
 from trainer.config.data import CONVERSATIONS
@@ -117,7 +116,7 @@ def configuration(
 
 
 def text_configuration(
-    folder: Path, step: int, *, command: str, tokenizer: str | None, settings: Sequence[str]
+    args: argparse.Namespace, settings: Sequence[str] = (), *, command: str
 ) -> tuple[JobConfig, tuple[str, str | None]]:
     """Return a configuration that loads the language model of a run, or of a Hugging Face folder.
 
@@ -125,11 +124,9 @@ def text_configuration(
     run need not exist.
 
     Args:
-        folder: The folder of the run, or the Hugging Face folder.
-        step: The saved step; -1 for the latest.
-        command: The command, for messages.
-        tokenizer: A tokenizer that replaces the folder's own; None for the folder's own.
+        args: The options of `model_options`, and `folder`, the folder of the run or the Hugging Face folder.
         settings: Settings of the command line, which replace the folder's settings.
+        command: The command, for messages.
 
     Returns:
         The configuration; and kind and path of the validation data, or of the training data if validation is off.
@@ -137,21 +134,23 @@ def text_configuration(
     Raises:
         ConfigError: The folder is neither, lacks weights or a tokenizer, or has no such step.
     """
-    if tokenizer is not None:
-        settings = ["--model.tokenizer_path", tokenizer, *settings]
-    model_folder = ModelFolder(folder)
-    if model_folder.has_config and not (folder / RUN_FILE).is_file():
-        source = _hugging_face_configuration(model_folder, step, settings)
-        weights = str(folder.absolute())
+    settings = [*settings, *["--allow-imports"] * args.allow_imports]
+    if args.tokenizer is not None:
+        settings = ["--model.tokenizer_path", args.tokenizer, *settings]
+    folder = ModelFolder(args.folder)
+    if folder.has_config and not (folder.path / RUN_FILE).is_file():
+        source = _hugging_face_configuration(folder, args.step, settings)
+        weights = str(folder.path.absolute())
     else:
-        source = _saved(folder, step, command=command, task="tokens", settings=settings)
+        source = _saved(
+            args.folder, args.step, command=command, task="tokens", settings=settings
+        )
         weights = _saved_weights(source)
-    loads: dict[str, Any] = {"checkpoint": Checkpoint(initial_load_path=weights)}
+    loads = {"checkpoint": Checkpoint(initial_load_path=weights)}
     if source.lora.rank:
         saved = str(checkpoint_folder(source).path.absolute())
         loads = {"checkpoint": replace(source.checkpoint, folder=saved), "lora": source.lora}
     training = source.training
-    kept = {name: getattr(training, name) for name in _KEPT}
     data = training.dataset, training.dataset_path
     if source.validation.enable:
         data = source.validation.source(training)
@@ -160,7 +159,7 @@ def text_configuration(
         job=Job(dump_folder=tempfile.gettempdir(), device=source.job.device),
         model=source.model,
         chat=source.chat,
-        training=Training(local_batch_size=1, **kept),
+        training=Training(local_batch_size=1, **{n: getattr(training, n) for n in _KEPT}),
         parallelism=source.parallelism,
         float8=source.float8,
         comm=source.comm,
@@ -169,14 +168,29 @@ def text_configuration(
 
 
 def _hugging_face_configuration(
-    model_folder: ModelFolder, step: int, settings: Sequence[str]
+    folder: ModelFolder, step: int, settings: Sequence[str]
 ) -> JobConfig:
-    """Return the configuration of a Hugging Face folder; raise a ConfigError if it has no tokenizer."""
-    config = parse_command_line([*_hf_settings(model_folder, step), *settings]).config
-    if config.model.tokenizer_path is None and not model_folder.has_tokenizer:
+    """Return the configuration of a Hugging Face folder, with its longest sequence length.
+
+    Raises:
+        ConfigError: The folder has no tokenizer, or a step is asked for.
+    """
+    if step != -1:
+        raise ConfigError(
+            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave "
+            "--step out"
+        )
+    own = [
+        f"--model.name={folder.family}",
+        f"--model.flavor={folder.path.absolute()}",
+        f"--training.seq_len={folder.args.max_seq_len}",
+        f"--training.dtype={folder.dtype if folder.dtype in ('float64', 'bfloat16') else 'float32'}",
+    ]
+    config = parse_command_line([*own, *settings]).config
+    if config.model.tokenizer_path is None and not folder.has_tokenizer:
         files = ", ".join(TOKENIZER_FILES)
         raise ConfigError(
-            f"{model_folder.path} holds no tokenizer ({files}); name the model's own with --tokenizer"
+            f"{folder.path} holds no tokenizer ({files}); name the model's own with --tokenizer"
         )
     return config
 
@@ -304,21 +318,6 @@ def weights_of(config: JobConfig) -> str:
     return f"{start} with the adapters of {saved}" if config.lora.rank else saved
 
 
-def _hf_settings(folder: ModelFolder, step: int) -> list[str]:
-    """Return settings for the model of a Hugging Face folder, with its longest sequence length."""
-    if step != -1:
-        raise ConfigError(
-            f"--step {step}: {folder.path} is a Hugging Face folder, which has no steps; leave "
-            "--step out"
-        )
-    return [
-        f"--model.name={folder.family}",
-        f"--model.flavor={folder.path.absolute()}",
-        f"--training.seq_len={folder.args.max_seq_len}",
-        f"--training.dtype={folder.dtype if folder.dtype in ('float64', 'bfloat16') else 'float32'}",
-    ]
-
-
 def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, ParallelDims]":
     """Build this rank's part of the parallelized model, and load its weights. A collective over all ranks.
 
@@ -335,18 +334,15 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     Raises:
         SharedConfigError: On every rank, if one rank cannot read the weights.
     """
-    import torch
-
     from trainer.checkpoint.weights import load_weights, open_weights
-    from trainer.models.initialization import initialize, stored_as
+    from trainer.models.model_parts import build_model_parts
     from trainer.models.model_spec import model_spec
     from trainer.parallel.parallel_dims import ParallelDims
     from trainer.runtime.agreement import raise_on_all_ranks, read_once
 
     spec = model_spec(job.config.model.name)
     dims = ParallelDims(job.degrees, device.type)
-    with torch.device("meta"):
-        model = stored_as(spec.build(job.model), getattr(torch, job.config.training.dtype))
+    (model,) = build_model_parts(spec, job, dims, device)
     start = job.config.checkpoint.initial_load_path
     if (
         not job.config.checkpoint.enable
@@ -354,11 +350,8 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
         and ModelFolder(Path(start)).has_config
     ):
         model.by_length = True  # as transformers does for the same folder
-    spec.parallelize(model, dims, job)
-    initialize(model, seed=0, device=device, offload=job.config.training.enable_cpu_offload)
-    once = partial(read_once, over=dims["world"])
     raise_on_all_ranks(
-        lambda: load_weights(open_weights(job.config, job.model, once), [model]), dims["world"]
+        lambda: load_weights(open_weights(job.config, job.model, read_once), [model])
     )
     if dims.is_first:
         print(f"weights: {weights_of(job.config)}", file=sys.stderr, flush=True)

@@ -168,10 +168,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
         raise ConfigError(
             f"--context-parallel {cp} does not divide the {ranks} ranks; give --ngpu a multiple of it"
         )
-    settings = ["--allow-imports"] * args.allow_imports
-    config, _ = text_configuration(
-        args.folder, args.step, command=command, tokenizer=args.tokenizer, settings=settings
-    )
+    config, _ = text_configuration(args, command=command)
     set_sampling(args, config)
     unit = ranks * (2 if cp > 1 else 1)
     length = max(config.training.seq_len // unit, 1) * unit
@@ -206,9 +203,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     from trainer.runtime.agreement import raise_on_all_ranks
 
     tokenizer = open_tokenizer(job.config.model.tokenizer_file)
-    shown, prompts, ends = raise_on_all_ranks(
-        lambda: to_write(args, job.config, tokenizer), device
-    )
+    shown, prompts, ends = raise_on_all_ranks(lambda: to_write(args, job.config, tokenizer))
     model, dims = loaded_model(job, device)
     longest = max(map(len, prompts)) + args.tokens
     if longest > job.config.training.seq_len and dims.is_first:

@@ -14,25 +14,31 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from trainer.commands.openai_format import (
     AnswerError,
     Ended,
+    Object,
     Piece,
     Reply,
     error_object,
     model_object,
 )
-from trainer.commands.openai_request import Request, check_fields, request_of
+from trainer.commands.openai_request import Body, Request, check_fields, request_of
 from trainer.commands.talk import Talk, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from starlette.requests import Request as HTTPRequest
-    from starlette.responses import Response
 
 _CONNECTIONS = 512
 _HEADER_BYTES = 64 * 1024
@@ -58,14 +64,6 @@ class Waiting:
     request: Request
     send: Callable[[Part], object]
     gone: threading.Event = field(default_factory=threading.Event)
-
-
-class _Refused(Exception):
-    """A refused request, with its HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass
@@ -103,8 +101,6 @@ class Server:
         Raises:
             ConfigError: The address is not available.
         """
-        import uvicorn
-
         host = self.args.host
         port = self.args.port
         try:
@@ -115,7 +111,7 @@ class Server:
             ) from None
         settings = uvicorn.Config(
             self._app(),
-            http=_bounded_protocol(),
+            http=_Bounded,
             ws="none",
             lifespan="off",
             log_level="error",
@@ -137,44 +133,29 @@ class Server:
 
     # ---- in the server's thread
 
-    def _app(self) -> Any:
-        from starlette.applications import Starlette
-        from starlette.exceptions import HTTPException
-        from starlette.responses import JSONResponse
-        from starlette.routing import Route
-
-        async def refused(_: "HTTPRequest", error: Exception) -> "Response":
-            content = error_object(str(error))
-            if isinstance(error, ConfigError):
-                return JSONResponse(content, status_code=400)
-            closed = {"Connection": "close"}  # the server does not read the remaining body
-            return JSONResponse(content, status_code=error.status, headers=closed)
-
-        async def wrong_path(_: "HTTPRequest", error: Exception) -> "Response":
-            status = error.status_code if isinstance(error, HTTPException) else 500
-            content = error_object("there is no such path or method; /v1/models is one")
-            return JSONResponse(content, status_code=status)
-
-        paths = {"/v1/chat/completions": True, "/v1/completions": False}
+    def _app(self) -> Starlette:
         routes = [
-            Route(path, partial(self._answer, chat=chat), methods=["POST"])
-            for path, chat in paths.items()
-        ]
-        routes += [
+            Route("/v1/chat/completions", partial(self._answer, chat=True), methods=["POST"]),
+            Route("/v1/completions", partial(self._answer, chat=False), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
         ]
-        routes.append(Route("/health", self._health))
-        handlers = {404: wrong_path, 405: wrong_path, _Refused: refused, ConfigError: refused}
+        handlers = {
+            404: _wrong_path,
+            405: _wrong_path,
+            HTTPException: _refused,
+            ConfigError: _refused,
+        }
         return Starlette(routes=routes, exception_handlers=handlers)
 
-    async def _health(self, request: "HTTPRequest") -> "Response":
+    async def _health(self, request: HTTPRequest) -> Response:
         return self._checked(request, {"status": "ok"})
 
-    async def _models(self, request: "HTTPRequest") -> "Response":
+    async def _models(self, request: HTTPRequest) -> Response:
         return self._checked(request, {"object": "list", "data": [model_object(self._name)]})
 
-    async def _model(self, request: "HTTPRequest") -> "Response":
+    async def _model(self, request: HTTPRequest) -> Response:
         name = request.path_params["name"]
         if name == self._name:
             return self._checked(request, model_object(name))
@@ -182,19 +163,11 @@ class Server:
             request, error_object(f"there is no model {name!r}; {self._name!r} is one"), 404
         )
 
-    def _checked(
-        self, request: "HTTPRequest", content: dict[str, Any], status: int = 200
-    ) -> "Response":
-        from starlette.responses import JSONResponse
-
+    def _checked(self, request: HTTPRequest, content: Object, status: int = 200) -> Response:
         check_origin(request.headers, self.args.host)
-        return JSONResponse(content, status_code=status)
+        return JSONResponse(content, status)
 
-    async def _answer(self, request: "HTTPRequest", *, chat: bool) -> "Response":
-        from starlette.concurrency import run_in_threadpool
-        from starlette.requests import ClientDisconnect
-        from starlette.responses import Response
-
+    async def _answer(self, request: HTTPRequest, *, chat: bool) -> Response:
         try:
             check_origin(request.headers, self.args.host)
             body = read_body(await self._content(request))
@@ -203,14 +176,14 @@ class Server:
             return Response(status_code=400)  # nobody reads it
         return await self._send(request, body, parsed, chat=chat)
 
-    async def _content(self, request: "HTTPRequest") -> bytes:
+    async def _content(self, request: HTTPRequest) -> bytes:
         """Read the body of a JSON request. Refuse the request when its size or time exceeds the limit."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise _Refused(415, f"Content-Type = {kind[:60]!r} must be application/json")
+            raise HTTPException(415, f"Content-Type = {kind[:60]!r} must be application/json")
         length = request.headers.get("content-length", "")
         rule = f"the request is longer than the {self._most_bytes:,} bytes that the model's window takes"
-        too_long = _Refused(413, rule)
+        too_long = HTTPException(413, rule)
         if length.isdigit() and int(length) > self._most_bytes:
             raise too_long
 
@@ -225,16 +198,14 @@ class Server:
         try:
             return await asyncio.wait_for(read(), _SECONDS)
         except asyncio.TimeoutError:
-            raise _Refused(
+            raise HTTPException(
                 408, f"the request did not end within {_SECONDS:g} seconds"
             ) from None
 
     async def _send(
-        self, request: "HTTPRequest", body: Mapping[str, Any], parsed: Request, *, chat: bool
-    ) -> "Response":
-        from starlette.responses import JSONResponse, StreamingResponse
-
-        parts: asyncio.Queue[Part] = asyncio.Queue()
+        self, request: HTTPRequest, body: Body, parsed: Request, *, chat: bool
+    ) -> Response:
+        parts = asyncio.Queue()
         waiting = Waiting(
             parsed, partial(asyncio.get_running_loop().call_soon_threadsafe, parts.put_nowait)
         )
@@ -255,9 +226,9 @@ class Server:
         try:
             return JSONResponse(await reply.whole(answer))
         except AnswerError as error:
-            return JSONResponse(error_object(str(error), "server_error"), status_code=500)
+            return JSONResponse(error_object(str(error), "server_error"), 500)
 
-    def _parse(self, body: Mapping[str, Any], *, chat: bool) -> Request:
+    def _parse(self, body: Body, *, chat: bool) -> Request:
         check_fields(body, chat=chat)
         with self._reading:
             self._number += 1
@@ -265,7 +236,7 @@ class Server:
             prompt = self._conversation(body) if chat else self._text(body)
         return request_of(body, prompt, usual, self.longest, chat=chat)
 
-    def _conversation(self, body: Mapping[str, Any]) -> list[int]:
+    def _conversation(self, body: Body) -> list[int]:
         if isinstance(self.talk, ConfigError):
             raise self.talk
         try:
@@ -273,7 +244,7 @@ class Server:
         except ConfigError as error:  # clients do not see paths of this machine
             raise ConfigError(str(error).replace(f" {self.talk.template.name}", "")) from None
 
-    def _text(self, body: Mapping[str, Any]) -> list[int]:
+    def _text(self, body: Body) -> list[int]:
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             (prompt,) = prompt
@@ -298,7 +269,7 @@ def check_origin(headers: Mapping[str, str], host: str) -> None:
         host: The address of the server.
 
     Raises:
-        _Refused: The header Host or Origin names another host.
+        HTTPException: The header Host or Origin names another host.
     """
     if host not in _LOOPBACK:
         return
@@ -310,10 +281,10 @@ def check_origin(headers: Mapping[str, str], host: str) -> None:
             if urlsplit(address if "//" in address else f"//{address}").hostname in _LOOPBACK:
                 continue
         reason = f"is not this machine, and the server answers at {host} alone"
-        raise _Refused(403, f"{name} = {address[:60]!r} {reason}")
+        raise HTTPException(403, f"{name} = {address[:60]!r} {reason}")
 
 
-def read_body(content: bytes) -> dict[str, Any]:
+def read_body(content: bytes) -> Object:
     """Return the JSON object of a request.
 
     Args:
@@ -339,8 +310,20 @@ def read_body(content: bytes) -> dict[str, Any]:
     return body
 
 
+async def _refused(_: HTTPRequest, error: Exception) -> Response:
+    if isinstance(error, ConfigError):
+        return JSONResponse(error_object(str(error)), 400)
+    closed = {"Connection": "close"}  # the server does not read the remaining body
+    return JSONResponse(error_object(error.detail), error.status_code, closed)
+
+
+async def _wrong_path(_: HTTPRequest, error: HTTPException) -> Response:
+    content = error_object("there is no such path or method; /v1/models is one")
+    return JSONResponse(content, error.status_code)
+
+
 async def _leaves(
-    request: "HTTPRequest", gone: threading.Event, parts: "asyncio.Queue[Part]"
+    request: HTTPRequest, gone: threading.Event, parts: asyncio.Queue[Part]
 ) -> None:
     """Wait until the client has left; then set `gone` and end its answer."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -350,7 +333,7 @@ async def _leaves(
 
 
 async def _all(
-    parts: "asyncio.Queue[Part]", leaves: "asyncio.Task[None]"
+    parts: asyncio.Queue[Part], leaves: asyncio.Task[None]
 ) -> AsyncIterator[Piece | Ended]:
     """Yield the parts of an answer up to its end; raise an AnswerError if the answer fails."""
     try:
@@ -363,34 +346,30 @@ async def _all(
         leaves.cancel()
 
 
-def _bounded_protocol() -> type[asyncio.Protocol]:
-    """Return uvicorn's protocol, changed to close connections that do not send a whole header in time."""
-    from uvicorn.protocols.http.h11_impl import H11Protocol
+class _Bounded(H11Protocol):
+    """uvicorn's protocol, which closes connections that do not send a whole header in time."""
 
-    class Bounded(H11Protocol):
-        _deadline: asyncio.TimerHandle | None = None
+    _deadline: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._wait_no_longer()
+        elif self._deadline is None:
             self._wait()
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            if self.cycle is not None and not self.cycle.response_complete:
-                self._wait_no_longer()
-            elif self._deadline is None:
-                self._wait()
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._wait_no_longer()
+        super().connection_lost(exc)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._wait_no_longer()
-            super().connection_lost(exc)
+    def _wait(self) -> None:
+        self._deadline = self.loop.call_later(_SECONDS, self.transport.close)
 
-        def _wait(self) -> None:
-            self._deadline = self.loop.call_later(_SECONDS, self.transport.close)
-
-        def _wait_no_longer(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-            self._deadline = None
-
-    return Bounded
+    def _wait_no_longer(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = None

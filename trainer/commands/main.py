@@ -52,24 +52,22 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments[:1] == ["help"] and len(arguments) > 1:
-        arguments = [*arguments[1:], "--help"]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    name, *others = arguments or ["help"]
+    if name == "help" and others:
+        name, *others = *others, "--help"
+    if name in ("-h", "--help", "help"):
         print(usage())
         return 0
-    if arguments[0] == "--version":
+    if name == "--version":
         print(f"lct {__version__}")
         return 0
-    if arguments[0] not in COMMANDS:
+    if name not in COMMANDS:
         known = [*COMMANDS, "--version", "--help"]
-        report(
-            f"error: {arguments[0]!r} is not a command of lct{did_you_mean(arguments[0], known)}"
-        )
+        report(f"error: {name!r} is not a command of lct{did_you_mean(name, known)}")
         return 2
-    name = arguments[0]
     command = import_module(COMMANDS[name].get("module", f"trainer.commands.{name}"))
     try:
-        return command.main(arguments[1:])
+        return command.main(others)
     except ConfigError as error:
         report(f"error: {error}")
         return 2

@@ -4,9 +4,12 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
+Object = dict[str, Any]
+"""An object of JSON."""
 _LEAST = -9999.0  # as OpenAI writes minus infinity, for which JSON has no number
 
 
@@ -45,7 +48,7 @@ class AnswerError(Exception):
     """The generation of an answer has failed, and not because of the request."""
 
 
-def error_object(message: str, kind: str = "invalid_request_error") -> dict[str, Any]:
+def error_object(message: str, kind: str = "invalid_request_error") -> Object:
     """Return an error in the form that clients of OpenAI's API expect.
 
     Args:
@@ -55,7 +58,7 @@ def error_object(message: str, kind: str = "invalid_request_error") -> dict[str,
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-def model_object(name: str) -> dict[str, Any]:
+def model_object(name: str) -> Object:
     """Return the entry of a model in the list of models.
 
     Args:
@@ -89,7 +92,7 @@ class Reply:
     created: int = field(default_factory=lambda: int(time.time()))
     _offset: int = 0
 
-    async def whole(self, pieces: AsyncIterator[Piece | Ended]) -> dict[str, Any]:
+    async def whole(self, pieces: AsyncIterator[Piece | Ended]) -> Object:
         """Return the whole answer as one object.
 
         Args:
@@ -133,21 +136,18 @@ class Reply:
         yield "data: [DONE]\n\n"
 
     def _chunk(
-        self,
-        delta: dict[str, str],
-        reason: str | None = None,
-        scores: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        self, delta: dict[str, str], reason: str | None = None, scores: Object | None = None
+    ) -> Object:
         content = {"delta": delta} if self.chat else {"text": delta.get("content", "")}
         return self._object(content, reason, scores, kind="chat.completion.chunk")
 
     def _object(
         self,
-        content: dict[str, Any],
+        content: Object,
         reason: str | None,
-        scores: dict[str, Any] | None,
+        scores: Object | None,
         kind: str = "chat.completion",
-    ) -> dict[str, Any]:
+    ) -> Object:
         choice = {"index": 0, **content, "logprobs": scores, "finish_reason": reason}
         about = {
             "id": self.id,
@@ -165,16 +165,13 @@ class Reply:
             "total_tokens": read + written,
         }
 
-    def _scores(self, scores: Sequence[Score]) -> dict[str, Any] | None:
+    def _scores(self, scores: Sequence[Score]) -> Object | None:
         if not self.scored:
             return None
         if self.chat:
             return {"content": [self._chat_score(score) for score in scores], "refusal": None}
         texts = [self.decode([score.token]) for score in scores]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
+        *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
         return {
             "tokens": texts,
             "token_logprobs": [
@@ -189,18 +186,18 @@ class Reply:
         """Return text -> score of the likeliest tokens and the drawn one. Of equal texts, the likelier token counts."""
         if score.log_probability is None:
             return None
-        scores_by_text: dict[str, float] = {}
+        scores_by_text = {}
         for token, value in (*score.likeliest, (score.token, score.log_probability)):
             scores_by_text.setdefault(self.decode([token]), _finite(value))
         return scores_by_text
 
-    def _chat_score(self, score: Score) -> dict[str, Any]:
+    def _chat_score(self, score: Score) -> Object:
         likeliest = [self._named(token, value) for token, value in score.likeliest]
         return self._named(score.token, score.log_probability or 0.0) | {
             "top_logprobs": likeliest
         }
 
-    def _named(self, token: int, value: float) -> dict[str, Any]:
+    def _named(self, token: int, value: float) -> Object:
         text = self.decode([token])
         as_bytes = None if "\ufffd" in text else list(text.encode())  # a part of a character
         return {"token": text, "logprob": _finite(value), "bytes": as_bytes}
@@ -210,5 +207,5 @@ def _finite(value: float) -> float:
     return max(value, _LEAST)
 
 
-def _event(content: dict[str, Any]) -> str:
+def _event(content: Object) -> str:
     return f"data: {json.dumps(content)}\n\n"

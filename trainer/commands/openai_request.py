@@ -14,6 +14,8 @@ from trainer.config.errors import ConfigError
 from trainer.config.toml import load_toml
 from trainer.data.tokenizers.chat_messages import are_objects
 
+Body = Mapping[str, Any]
+"""The object of a request."""
 _FIELDS = load_toml(Path(__file__).with_name("openai_fields.toml"))
 _ONE_VALUE = _FIELDS["one_value"]
 _MOST_SCORES = 20
@@ -46,7 +48,7 @@ class Request:
     echo: bool = False
 
 
-def check_fields(body: Mapping[str, Any], *, chat: bool) -> None:
+def check_fields(body: Body, *, chat: bool) -> None:
     """Check that the server supports each field of a request, its value and its type.
 
     A field of null counts as missing. Fields that the server ignores pass.
@@ -85,12 +87,7 @@ def check_fields(body: Mapping[str, Any], *, chat: bool) -> None:
 
 
 def request_of(
-    body: Mapping[str, Any],
-    prompt: list[int],
-    usual: Request,
-    longest: int,
-    *,
-    chat: bool = False,
+    body: Body, prompt: list[int], usual: Request, longest: int, *, chat: bool = False
 ) -> Request:
     """Return the record of a request. `check_fields` must have checked its fields.
 
@@ -128,13 +125,7 @@ def request_of(
 
 
 def _number(
-    body: Mapping[str, Any],
-    key: str,
-    kind: type,
-    default: Any,
-    *,
-    least: float = 0,
-    most: float = 2**63 - 1,
+    body: Body, key: str, kind: type, default: Any, *, least: float = 0, most: float = 2**63 - 1
 ) -> Any:
     """Return the number of a field, or the default if the field is missing; raise a ConfigError if it is wrong."""
     value = body.get(key)
@@ -155,7 +146,7 @@ def _stops(value: Any) -> list[str]:
     return stops
 
 
-def _chat_scores(body: Mapping[str, Any]) -> int | None:
+def _chat_scores(body: Body) -> int | None:
     wanted = body.get("logprobs")
     if wanted is not None and not isinstance(wanted, bool):
         raise ConfigError(

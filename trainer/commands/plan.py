@@ -21,6 +21,7 @@ from trainer.commands.options import COUNT, Parser
 from trainer.commands.plan_case import DIRECTIONS, MOST_RANKS, Case
 from trainer.commands.plan_summary import summary
 from trainer.config.errors import ConfigError, did_you_mean
+from trainer.job.degrees import divisors
 
 MASKS = ("causal", "full", "window:4096", "document")
 OUTPUTS = (".svg", ".png")
@@ -121,7 +122,8 @@ def build(args: argparse.Namespace) -> Case:
         )
     if args.heads % args.kv_heads:
         raise ConfigError(
-            f"--kv-heads {args.kv_heads} must divide --heads {args.heads}; use one of {divisors(args.heads)}"
+            f"--kv-heads {args.kv_heads} must divide --heads {args.heads}; use one of "
+            f"{', '.join(map(str, divisors(args.heads)))}"
         )
     mask, packed, mask_name = parse_mask(args.mask, args.seq_len, args.documents)
     shape = AttentionShape(1, args.heads, args.kv_heads, args.head_dim, args.bytes)
@@ -130,15 +132,6 @@ def build(args: argparse.Namespace) -> Case:
     return Case(
         layout, mask, mask_name, options, args.direction or DIRECTIONS[0], shape, reason
     )
-
-
-def divisors(number: int) -> str:
-    """Return the divisors of a number as text, separated by commas.
-
-    Args:
-        number: A number of at least 1.
-    """
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def method_of(
@@ -178,7 +171,8 @@ def method_of(
         return choose(options, masks, args.degree, shape, **settings)
     if head_degree is not None and args.degree % head_degree:
         raise ConfigError(
-            f"--head-degree {head_degree} must divide --degree {args.degree}; use one of {divisors(args.degree)}"
+            f"--head-degree {head_degree} must divide --degree {args.degree}; use one of "
+            f"{', '.join(map(str, divisors(args.degree)))}"
         )
     hybrid = (head_degree, args.degree // head_degree) if head_degree is not None else None
     try:

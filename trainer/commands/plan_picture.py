@@ -161,18 +161,19 @@ def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
 def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
     """Draw the pairs of each stage, relative to the mean rank's total, and the sent bytes. Ranks run down."""
     degree = case.degree
-    few = case.degree <= _FEW
-    stages = max(len(case.stages(r)) for r in range(degree))
+    few = degree <= _FEW
+    pairs = [[stage.pairs for stage in case.stages(r)] for r in range(degree)]
+    stages = max(map(len, pairs))
     mean = float(case.pairs.mean()) or 1
     share = np.zeros((degree, stages))
-    for r in range(degree):
-        share[r, : len(case.stages(r))] = [stage.pairs / mean for stage in case.stages(r)]
+    for r, own in enumerate(pairs):
+        share[r, : len(own)] = np.array(own) / mean
     image = np.ones((degree, stages, 3))
     for r, number in np.ndindex(degree, stages):
         color = np.array(rank_color(case, r))
         weight = share[r, number] / (share.max() or 1)
         image[r, number] = _stage_color(case, r, number) if few else 1 - (1 - color) * weight
-        if few and stages <= 8 and number < len(case.stages(r)):
+        if few and stages <= 8 and number < len(pairs[r]):
             text = f"{100 * share[r, number]:.0f}"
             _number(axes, number + 0.5, r, text, _ink(image[r, number]))
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=(0, stages, degree, 0))

@@ -123,7 +123,7 @@ def _span(numbers: Sequence[int]) -> str:
 
 def _table(case: Case, directions: Sequence[str]) -> list[str]:
     in_bytes = partial(in_unit, units=_BYTES)
-    rows: dict[str, tuple[Callable[[Cost], float], Callable[[float], str]]] = {
+    rows = {
         "computes": (lambda cost: cost.flops, partial(in_unit, units=_FLOPS)),
         "sends": (lambda cost: cost.bytes_sent.total(), in_bytes),
         "receives": (lambda cost: cost.bytes_received.total(), in_bytes),

@@ -28,7 +28,6 @@ from trainer.job.resolution import on_device
 from trainer.job.summary import summary
 from trainer.runtime.console import (
     end_live_line,
-    line_width,
     logger,
     report,
     say_waiting,
@@ -86,7 +85,7 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         # On one node, our launcher has already printed these lines.
         if not launched or ranks_here < world_size:
             logger.info(opening(command.config, world_size, job.device_type))
-            logger.info(summary(job, line_width()))
+            logger.info(summary(job))
             for note in (*command.notes, *job.notes, *job_notes(job, machine, ranks_here)):
                 logger.info(f"note: {note}")
             say_waiting("importing PyTorch")
@@ -109,7 +108,7 @@ def _train(job: ResolvedJob, device: "torch.device") -> None:
             for key, folder in folders_of(job.config).items() if get_rank() == 0 else ():
                 held.enter_context(folder_held(folder, key=key))
 
-        raise_on_all_ranks(hold, device)
+        raise_on_all_ranks(hold)
         Trainer(job, device).train()
 
 

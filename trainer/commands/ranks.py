@@ -45,10 +45,11 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
         str(here),
         "--start-timeout",
         str(config.comm.init_timeout_seconds),
+        "--end-timeout",  # a rank may save a checkpoint at the end
+        str(config.comm.checkpoint_timeout_seconds),
+        "--stop-signals",
+        ",".join(config.job.stop_signals),
     ]
-    # A rank may save a checkpoint at the end.
-    options += ["--end-timeout", str(config.comm.checkpoint_timeout_seconds)]
-    options += ["--stop-signals", ",".join(config.job.stop_signals)]
     if device_type == "cpu":  # forked ranks are untested on GPUs
         options += ["--preload", "trainer.trainer"]
     if device_type == "cuda" and config.comm.trace_buf_size:

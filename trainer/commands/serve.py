@@ -88,7 +88,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     """
     from trainer.commands.answering import Writer
     from trainer.commands.finished_run import loaded_model
-    from trainer.commands.http_server import Server
+    from trainer.commands.http_server import Server, Waiting
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import control_group, raise_on_all_ranks, read_once
     from trainer.runtime.process_group import set_timeout
@@ -102,10 +102,11 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     server = (
         Server(args, job.config.training.seq_len, tokenizer, talk) if dims.is_first else None
     )
-    raise_on_all_ranks(server.start if server else lambda: None, device)
+    raise_on_all_ranks(server.start if server else lambda: None)
     set_timeout(PATIENCE_SECONDS, except_group=control)  # the other ranks wait for a request
-    while request := read_once(server.next if server else bytes, over=dims["world"]):
-        writer.answer(Request(**json.loads(request)), server.current if server else None)
+    while request := read_once(server.next if server else bytes):
+        own = Waiting(Request(**json.loads(request)), lambda _: None)
+        writer.answer(server.current if server else own)
     return ""
 
 

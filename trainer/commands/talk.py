@@ -11,6 +11,8 @@ from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.data.tokenizers.chat_messages import (
+    Message,
+    Messages,
     are_objects,
     read_messages,
     read_template_arguments,
@@ -27,8 +29,7 @@ _OPENED = "<think>"
 _CONTEXT = 8  # earlier tokens that decide the text of a token
 PATIENCE_SECONDS = 7 * 24 * 3600
 """How long other ranks wait while rank 0 waits for a user."""
-Message = Mapping[str, Any]
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NOTHING = MappingProxyType({})
 
 
 def ends_of(
@@ -177,7 +178,7 @@ class Talk:
         return self.tokenizer.encode_with_places(text, special=True)[0].tolist()
 
     def fitting(
-        self, messages: Sequence[Message], longest: int, room: int
+        self, messages: Messages, longest: int, room: int
     ) -> tuple[list[Message], list[int], int]:
         """Drop the earliest whole turns until the prompt fits; return the remaining messages.
 
@@ -225,11 +226,8 @@ class Talk:
         Args:
             prompt: The tokens of the prompt.
         """
-        return (
-            f"{_OPENED}\n"
-            if self.tokenizer.decode(prompt[-8:]).rstrip().endswith(_OPENED)
-            else ""
-        )
+        end = self.tokenizer.decode(prompt[-8:]).rstrip()
+        return f"{_OPENED}\n" * end.endswith(_OPENED)
 
 
 class Pieces:

@@ -25,7 +25,7 @@ from trainer.data.token_files.catalog import catalog_of
 from trainer.families.registry import from_path
 from trainer.job import resolve
 from trainer.job.summary import summary
-from trainer.runtime.console import line_width, logger, report, say_waiting, set_up_logging
+from trainer.runtime.console import logger, report, say_waiting, set_up_logging
 from trainer.runtime.devices import this_machine
 from trainer.runtime.dump_folder import ESTIMATE, folders_of, holder_of, remove_estimate
 from trainer.runtime.nodes import Nodes
@@ -129,7 +129,7 @@ def _prepare(start: Start, command: CommandLine) -> list[str]:
     job = resolve(config, ranks, device_type, node=here)
     notes = (*command.notes, *job.notes, *job_notes(job, machine, here))
     if nodes.count == 1:  # on several nodes, rank 0 prints the summary once
-        logger.info(summary(job, line_width()))
+        logger.info(summary(job))
         for note in notes:
             logger.info(f"note: {note}")
     check_here(config)

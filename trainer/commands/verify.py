@@ -65,7 +65,7 @@ def model_of(
     Raises:
         ConfigError: The step's configuration is damaged.
     """
-    missing: list[str] = []
+    missing = []
     with file_of_step(folder, step, last) as run:
         if not run.is_file():
             return None, f"its {run.name} is missing"

@@ -172,12 +172,10 @@ def _logits(
     tp = dims["tp"]
     while True:
         read = [
-            text[-longest:] if len(text) <= longest else text[-max(longest // 2, 1) :]
-            for text in texts
+            text if len(text) <= longest else text[-max(longest // 2, 1) :] for text in texts
         ]
         length = max(map(len, read))
         until = int(min(most, rotated_until(model, max(map(len, texts)))))
-        lengths = torch.tensor([len(text) for text in read], device=device)
         positions = None
         if on_prompt is not None:
             positions = torch.arange(length, device=device).expand(len(texts), -1)
@@ -186,7 +184,7 @@ def _logits(
             for start in range(0, length, _PROMPT_PART):
                 part = hidden[:, start : start + _PROMPT_PART]
                 on_prompt(start, whole_logits(model, part, tp))
-            last = (lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
+            last = (cache.lengths - 1)[:, None, None].expand(-1, 1, hidden.shape[2])
             hidden = hidden.gather(1, last)
             on_prompt = None
         for written in range(until - length + 1):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 
 from longshard.context.convolution import convolved
 from longshard.context.execution.latent import absorbed
@@ -27,9 +27,9 @@ from longshard.sharding.tensors import wide_type
 from trainer.components.loss import whole_sequence
 from trainer.models.attention import InnerAttention
 from trainer.models.cached import cached
+from trainer.models.latent_attention import InnerSparseAttention
 from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
-from trainer.models.sparse_attention import InnerSparseAttention
 
 _LINEAR_INPUTS = 5
 """Number of the first fields of `Tokens` that have a row for each token: q, k, v, log_decay and beta."""
@@ -152,33 +152,19 @@ class GenerationCache:
         return tuple(kept[:, :, :end] for kept in self._kept[module])
 
     def _keep_keys(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        **settings: Any,
+        self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **settings: Any
     ) -> Tensor:
         self._keep(module, k, v, 0)
         return module(q, k, v, **settings)
 
     def _keep_index(
-        self,
-        module: nn.Module,
-        q: Tensor,
-        latent: Tensor,
-        index: Index,
-        **settings: Any,
+        self, module: nn.Module, q: Tensor, latent: Tensor, index: Index, **settings: Any
     ) -> tuple[Tensor, Tensor]:
         self._keep(module, latent, index.keys.unsqueeze(1), 0)
         return module(q, latent, index, **settings)
 
     def _keep_inputs(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        weight: Tensor,
-        **settings: Any,
+        self, module: nn.Module, x: Tensor, weight: Tensor, **settings: Any
     ) -> Tensor:
         before = torch.arange(1 - weight.shape[2], 0, device=x.device)
         self._inputs[module] = self._rows_at(x, self._rows, self.lengths[:, None] + before)
@@ -321,11 +307,7 @@ class GenerationCache:
         return seen if window is None else seen & (keys > queries - window)
 
     def _convolve(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        weight: Tensor,
-        **settings: Any,
+        self, module: nn.Module, x: Tensor, weight: Tensor, **settings: Any
     ) -> Tensor:
         last = weight.shape[2] - 1
         before = self._inputs.get(module, x.new_zeros(x.shape[0], last, x.shape[2]))

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from longshard.sharding.exchange import all_gather

@@ -69,10 +69,7 @@ class MetricsLogger:
         self._validation: list[JsonLines] = []
         self._estimate = Path(job.config.job.dump_folder, ESTIMATE)
         self._predicted = None
-        raise_on_all_ranks(
-            lambda: self._open_sinks(job.config) if dims.is_first else None,
-            dims["world"],
-        )
+        raise_on_all_ranks(lambda: self._open_sinks(job.config) if dims.is_first else None)
         # In the group of all ranks, the values of a step would wait for the all-gathers of the next step.
         self._all_ranks = dims.own_group("world", "metrics") or dims["world"]
         self._clock = DeviceClock(device)

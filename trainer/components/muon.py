@@ -10,14 +10,13 @@ AdamW updates all other parameters. Ranks send data in the dtype of the products
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from longshard.sharding.ranges import Range
 from longshard.sharding.tensors import local_part, wide
-from trainer.components.rounding import Rounding, store
+from trainer.components.rounding import Group, Rounding, add_state, store
 from trainer.config.optimizer import Muon as Settings
 from trainer.parallel.ownership import Matrix, Owners
 
@@ -79,7 +78,7 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[Group],
         owners: Owners,
         settings: Settings,
         *,
@@ -101,14 +100,7 @@ class Muon(torch.optim.Optimizer):
 
     def add_state(self) -> None:
         """Give matrices that were never updated their first state."""
-        for group in self.matrix_groups:
-            for p in group["params"]:
-                if not self.state[p]:
-                    step = torch.zeros(
-                        (), dtype=torch.float32, device=p.device if group["fused"] else "cpu"
-                    )
-                    momentum = torch.zeros_like(p, dtype=self._momenta, requires_grad=False)
-                    self.state[p] = {"step": step, "momentum": momentum}
+        add_state(self, self.matrix_groups, ("momentum",), self._momenta)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -210,9 +202,7 @@ class _Update:
     All dimensions except the last are rows.
     """
 
-    def __init__(
-        self, parameter: nn.Parameter, state: dict[str, Tensor], group: dict[str, Any]
-    ) -> None:
+    def __init__(self, parameter: nn.Parameter, state: dict[str, Tensor], group: Group) -> None:
         self.parameter = parameter
         self.step = state["step"]
         self.group = group

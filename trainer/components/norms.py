@@ -27,7 +27,7 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
     Args:
         parameters: Parameters; their gradients are replaced.
     """
-    together: dict[tuple, list[nn.Parameter]] = defaultdict(list)
+    together = defaultdict(list)
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor) and grad.placements != parameter.placements:
@@ -44,15 +44,13 @@ def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
         sums = all_reduce(torch.cat([part.flatten() for part in parts]), mesh.get_group(dim))
         sums = sums.split([part.numel() for part in parts])
         for parameter, part, x in zip(partial, parts, sums, strict=True):
-            shape = parameter.shape
-            stride = parameter.stride()
             parameter.grad = DTensor.from_local(
                 x.view_as(part),
                 mesh,
                 parameter.placements,
                 run_check=False,
-                shape=shape,
-                stride=stride,
+                shape=parameter.shape,
+                stride=parameter.stride(),
             )
 
 
@@ -66,7 +64,7 @@ def squared_norm(parameters: Iterable[nn.Parameter], dims: ParallelDims) -> Tens
         parameters: The parameters of this rank.
         dims: The meshes of the run.
     """
-    held: dict[int, list[Tensor]] = defaultdict(list)  # replicas -> local gradients
+    held = defaultdict(list)  # replicas -> local gradients
     for parameter in parameters:
         if parameter.grad is not None:
             held[replicas_of(parameter.grad, dims)].append(local_part(parameter.grad))
@@ -142,7 +140,7 @@ class UpdateNorms(Observer):
             if p.requires_grad
         ]
         kinds = [re.sub(r"\.\d+\.", ".", name) for name, _ in trained]
-        stages = [kinds] if dims.size("pp") == 1 else gather_values(kinds, dims["world"])
+        stages = [kinds] if dims.size("pp") == 1 else gather_values(kinds)
         self._kinds = list(dict.fromkeys(kind for stage in stages for kind in stage))
         self._parameters = [
             (self._kinds.index(kind), p) for kind, (_, p) in zip(kinds, trained, strict=True)

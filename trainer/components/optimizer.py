@@ -3,18 +3,16 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pkgutil import resolve_name
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from longshard.sharding.ranges import Ranges
 from trainer.components.muon import Muon
-from trainer.components.rounding import RoundedAdam, Rounding, initial_state
+from trainer.components.rounding import MOMENTS, Group, RoundedAdam, Rounding, add_state
 from trainer.config.errors import SharedConfigError
-from trainer.config.optimizer import Optimizer, ParameterGroup
+from trainer.config.optimizer import Optimizer
 from trainer.config.registry import OPTIMIZERS
 from trainer.config.schema import JobConfig
 from trainer.models.experts import Experts
@@ -40,12 +38,9 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
         if optimizer is not None and not optimizer.state:
             _step_without_effect(optimizer)
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                dtype = getattr(optimizer, "state_dtype", None)
-                fused = bool(group["fused"])
-                optimizer.state[parameter] = initial_state(parameter, dtype=dtype, fused=fused)
+    add_state(
+        optimizer, optimizer.param_groups, MOMENTS, getattr(optimizer, "state_dtype", None)
+    )
 
 
 def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
@@ -129,7 +124,7 @@ def _owners(
 
 
 def _adam(
-    groups: list[dict[str, Any]], config: JobConfig, rounding: Rounding, implementation: str
+    groups: list[Group], config: JobConfig, rounding: Rounding, implementation: str
 ) -> torch.optim.Adam | None:
     if not groups:
         return None
@@ -145,13 +140,13 @@ def _adam(
 
 
 def _with_rules(
-    groups: Sequence[dict[str, Any]], settings: Optimizer, names: Mapping[nn.Parameter, str]
-) -> list[dict[str, Any]]:
+    groups: Sequence[Group], settings: Optimizer, names: Mapping[nn.Parameter, str]
+) -> list[Group]:
     if not settings.groups:
         return list(groups)
     divided = []
     for group in groups:
-        by_name: dict[ParameterGroup | None, list[nn.Parameter]] = defaultdict(list)
+        by_name = defaultdict(list)
         for parameter in group["params"]:
             by_name[settings.group_of(names[parameter])].append(parameter)
         for own, parameters in by_name.items():
@@ -185,7 +180,7 @@ def check_groups(
     used_here = [group in used for group in settings.groups]
     is_used_anywhere = []
     if used_here:
-        flags = zip(*gather_values(used_here, dims["world"]), strict=True)
+        flags = zip(*gather_values(used_here), strict=True)
         is_used_anywhere = [any(ranks) for ranks in flags]
     if unused := [
         group
@@ -196,9 +191,7 @@ def check_groups(
             f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not "
             f"taken; examples of names: {', '.join(map(repr, names[:3]))}"
         )
-    if settings.name == "Muon" and not any(
-        gather_values(bool(optimizer.matrix_groups), dims["world"])
-    ):
+    if settings.name == "Muon" and not any(gather_values(bool(optimizer.matrix_groups))):
         raise SharedConfigError(
             "optimizer.name = 'Muon' finds no matrix in this model; use optimizer.name = 'AdamW'"
         )
@@ -208,7 +201,7 @@ def _or(value: float | None, otherwise: float) -> float:
     return otherwise if value is None else value
 
 
-def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def parameter_groups(whole: nn.Module, weight_decay: float) -> list[Group]:
     """Return the groups of an optimizer; groups that decay come first.
 
     Norms, biases and embeddings (also tied) do not decay. A group has parameters of one mesh, as its kernels need.
@@ -225,7 +218,7 @@ def parameter_groups(whole: nn.Module, weight_decay: float) -> list[dict[str, An
         for bias in (m.b13, m.b2)
         if bias is not None
     }
-    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = defaultdict(list)
+    groups = defaultdict(list)
     for p in (p for p in whole.parameters() if p.requires_grad):
         decays = p.ndim > 1 and p not in embeddings and p not in biases
         groups[decays, p.device_mesh if isinstance(p, DTensor) else None].append(p)
@@ -246,12 +239,12 @@ def can_mask_update(optimizer: torch.optim.Optimizer, device: torch.device) -> b
         optimizer: The optimizer.
         device: The device of the job.
     """
-    parameters = (
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    )
-    return all(group.get("fused") for group in optimizer.param_groups) and all(
-        p.device.type == device.type and p.dtype in (torch.float32, torch.float64)
-        for p in parameters
+    return all(
+        group.get("fused")
+        and p.device.type == device.type
+        and p.dtype in (torch.float32, torch.float64)
+        for group in optimizer.param_groups
+        for p in group["params"]
     )
 
 

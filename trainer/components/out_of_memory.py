@@ -5,10 +5,14 @@ from contextlib import contextmanager
 
 import torch
 
+from trainer.job.degrees import divisors
 from trainer.job.loss import saves_memory, why_no_chunks
 from trainer.job.pipeline_stages import layers_of_stages
 from trainer.job.record import ResolvedJob
 from trainer.job.transforms import least_offloadable, why_no_parts
+
+Savers = tuple[tuple[bool, str], ...]
+"""Whether each setting is not at its limit yet, and the setting with its effect."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -48,15 +52,16 @@ def memory_savers(job: ResolvedJob) -> list[str]:
     Args:
         job: The resolved job.
     """
-    return [
+    savers = (
         *_savers_on_these_ranks(job),
         *_activation_savers(job),
         *_savers_of_last_resort(job),
-    ]
+    )
+    return [words for saves, words in savers if saves]
 
 
-def _savers_on_these_ranks(job: ResolvedJob) -> list[str]:
-    """Return settings that keep the step and the number of ranks, see `memory_savers`."""
+def _savers_on_these_ranks(job: ResolvedJob) -> Savers:
+    """Return settings that keep the step and the number of ranks."""
     config = job.config
     degrees = job.degrees
     training = config.training
@@ -69,7 +74,7 @@ def _savers_on_these_ranks(job: ResolvedJob) -> list[str]:
         and saves_memory(job.model, job.tokens_of_a_pass)
     )
     replicas = degrees.dp_replicate
-    savers = (
+    return (
         (
             is_float32 and job.device_type == "cuda",
             'training.mixed_precision_param = "auto": activations in bfloat16',
@@ -94,7 +99,6 @@ def _savers_on_these_ranks(job: ResolvedJob) -> list[str]:
             f"parallelism.data_parallel_replicate_degree = 1: one copy of the parameters instead of {replicas}",
         ),
     )
-    return [saver for saves, saver in savers if saves]
 
 
 def _smaller_batch(job: ResolvedJob) -> str:
@@ -102,70 +106,65 @@ def _smaller_batch(job: ResolvedJob) -> str:
     training = job.config.training
     size = training.local_batch_size
     # a divisor keeps the sequences of a step
-    fewer = next((n for n in range(size // 2, 0, -1) if size % n == 0), 1)
+    fewer = divisors(size)[-2:][0]
     total = ""
     if training.global_batch_size == -1:
         total = f" with training.global_batch_size = {size * job.degrees.dp}"
     return f"training.local_batch_size = {fewer}{total}: the same step in doubled micro-batches"
 
 
-def _savers_of_last_resort(job: ResolvedJob) -> list[str]:
-    """Return settings that cost much time, change the step or need doubled ranks, see `memory_savers`."""
+def _savers_of_last_resort(job: ResolvedJob) -> Savers:
+    """Return settings that cost much time, change the step or need doubled ranks."""
     training = job.config.training
     degrees = job.degrees
-    shards = degrees.dp_shard
-    savers = []
-    if (
-        not training.enable_cpu_offload
-        and job.device_type == "cuda"
-        and degrees.dp_replicate == 1
-    ):
-        savers.append(
-            "training.enable_cpu_offload = true: parameters and optimizer state in host memory"
-        )
     pieces = degrees.cp * degrees.tp
-    if training.seq_len > pieces:
-        savers.append(
-            f"training.seq_len = {max(training.seq_len // 2 // pieces, 1) * pieces}: shorter sequences"
-        )
+    shorter = max(training.seq_len // 2 // pieces, 1) * pieces
     doubled = f"on {degrees.world_size * 2} ranks"
-    savers.append(
-        f"parallelism.data_parallel_shard_degree = {shards * 2} {doubled}: half the parameters on each"
+    return (
+        (
+            not training.enable_cpu_offload
+            and job.device_type == "cuda"
+            and degrees.dp_replicate == 1,
+            "training.enable_cpu_offload = true: parameters and optimizer state in host memory",
+        ),
+        (training.seq_len > pieces, f"training.seq_len = {shorter}: shorter sequences"),
+        (
+            True,
+            f"parallelism.data_parallel_shard_degree = {degrees.dp_shard * 2} {doubled}: half the parameters on each",
+        ),
+        (
+            training.seq_len >= 2 * pieces,
+            f"parallelism.context_parallel_degree = {degrees.cp * 2} {doubled}: half the activations on each",
+        ),
     )
-    if training.seq_len >= 2 * pieces:
-        savers.append(
-            f"parallelism.context_parallel_degree = {degrees.cp * 2} {doubled}: half the activations on each"
-        )
-    return savers
 
 
-def _activation_savers(job: ResolvedJob) -> list[str]:
-    """Return settings that keep fewer activations on the device, see `memory_savers`."""
+def _activation_savers(job: ResolvedJob) -> Savers:
+    """Return settings that keep fewer activations on the device."""
     activations = job.config.activation_checkpoint
-    # Such a schedule refuses recomputation, unless layers are compiled.
-    splits_backward = (
-        job.compilation.splits_backward and not job.compilation.chooses_recomputation
+    compilation = job.compilation
+    splits_backward = compilation.splits_backward and not compilation.chooses_recomputation
+    recomputes = activations.mode != "none" and job.task.name == "tokens"
+    return (
+        (
+            activations.mode == "none" and not splits_backward,
+            'activation_checkpoint.mode = "selective": keep only the outputs that are expensive to compute',
+        ),
+        (
+            activations.mode != "full" and not splits_backward,
+            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third doubled FLOPs',
+        ),
+        (
+            recomputes
+            and activations.offload == "none"
+            and least_offloadable(activations, layers_of_stages(job.pipeline, job.model))
+            is None,
+            'activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory',
+        ),
+        (
+            recomputes
+            and not activations.mlp_chunk_tokens
+            and why_no_parts(job.config, compilation) is None,
+            "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on 8192 tokens at a time",
+        ),
     )
-    savers = []
-    if activations.mode == "none" and not splits_backward:
-        savers.append(
-            'activation_checkpoint.mode = "selective": keep only the outputs that are expensive to compute'
-        )
-    if activations.mode != "full" and not splits_backward:
-        savers.append(
-            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third doubled FLOPs'
-        )
-    if activations.mode != "none" and job.task.name == "tokens":
-        stages = layers_of_stages(job.pipeline, job.model)
-        if activations.offload == "none" and least_offloadable(activations, stages) is None:
-            savers.append(
-                'activation_checkpoint.offload = "inputs": the inputs of layers wait in host memory'
-            )
-        if (
-            not activations.mlp_chunk_tokens
-            and why_no_parts(job.config, job.compilation) is None
-        ):
-            savers.append(
-                "activation_checkpoint.mlp_chunk_tokens = 8192: feed-forward networks on 8192 tokens at a time"
-            )
-    return savers

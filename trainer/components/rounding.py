@@ -12,7 +12,7 @@ Values of other stored dtypes are updated in place, or rounded to nearest.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch.optim.adam import adam
 from longshard.sharding.random_bits import parameter_seed, random_bits
 from longshard.sharding.tensors import local_part, wide_type
 
+Group = dict[str, Any]
+"""A group of parameters with their settings, as PyTorch's optimizers have it."""
 _STEP = 0x2545F4914F6CDD1D  # odd, so that steps have different keys
 PIECE = 2**22
 PIECE_ON_CPU = 2**18  # the caches of a CPU hold this many
@@ -122,23 +124,31 @@ def store(stored: Tensor, value: Tensor, bits: Tensor | None) -> None:
         stored.copy_(round_stochastically(value, bits) if rounds else value)
 
 
-def initial_state(
-    parameter: nn.Parameter, *, dtype: torch.dtype | None, fused: bool
-) -> dict[str, Tensor]:
-    """Return the state of a parameter that was never updated.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def add_state(
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Group],
+    moments: Sequence[str],
+    dtype: torch.dtype | None,
+) -> None:
+    """Give parameters that were never updated their first state.
 
     Args:
-        parameter: The parameter.
+        optimizer: The optimizer, changed in place.
+        groups: Its groups of these parameters; `fused` says whether it has fused kernels.
+        moments: Names of the moments.
         dtype: Dtype of the moments. None: the parameter's dtype.
-        fused: Whether the optimizer has fused kernels.
     """
-    return {
-        "step": torch.zeros(
-            (), dtype=torch.float32, device=parameter.device if fused else "cpu"
-        ),
-        "exp_avg": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
-        "exp_avg_sq": torch.zeros_like(parameter, dtype=dtype, requires_grad=False),
-    }
+    for group in groups:
+        for p in group["params"]:
+            if not optimizer.state[p]:
+                device = p.device if group["fused"] else "cpu"
+                state = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+                for name in moments:
+                    state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+                optimizer.state[p] = state
 
 
 class RoundedAdam(torch.optim.Adam):
@@ -152,7 +162,7 @@ class RoundedAdam(torch.optim.Adam):
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], rounding: Rounding, moments: torch.dtype, **how: Any
+        self, groups: list[Group], rounding: Rounding, moments: torch.dtype, **how: Any
     ) -> None:
         super().__init__(groups, **how)
         self.state_dtype = moments
@@ -172,21 +182,17 @@ class RoundedAdam(torch.optim.Adam):
         Args:
             closure: Not used.
         """
+        add_state(self, self.param_groups, MOMENTS, self.state_dtype)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    if not self.state[parameter]:
-                        fused = bool(group["fused"])
-                        self.state[parameter] = initial_state(
-                            parameter, dtype=self.state_dtype, fused=fused
-                        )
                     self._update(parameter, group)
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, group: Group) -> None:
         state = self.state[parameter]
         gradient = local_part(parameter.grad).view(-1)
         stored = [
-            local_part(x).view(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"])
+            local_part(x).view(-1) for x in (parameter, *(state[name] for name in MOMENTS))
         ]
         wide = wide_type(parameter.dtype)
         size = len(gradient)

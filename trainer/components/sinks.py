@@ -119,6 +119,15 @@ def _keep_up_to(path: Path, step: int) -> None:
     write_whole(path, "".join(kept).encode())
 
 
+def _numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the metrics of a step that are numbers, without the step."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name != "step" and isinstance(value, (int, float))
+    }
+
+
 class TensorBoard:
     """Writes one scalar per metric to a folder per run. A run that resumes after `start_step` shares the folder.
 
@@ -156,9 +165,8 @@ class TensorBoard:
         try:
             if self._writer is None:
                 self._writer = self._open()
-            for name, value in metrics.items():
-                if name != "step" and isinstance(value, (int, float)):
-                    self._writer.add_scalar(name, value, metrics["step"])
+            for name, value in _numbers(metrics).items():
+                self._writer.add_scalar(name, value, metrics["step"])
         except OSError as error:
             self._give_up(error)
         else:
@@ -227,12 +235,7 @@ class WeightsAndBiases:
         Args:
             metrics: The values, by name; `step` is the step.
         """
-        known = {
-            name: value
-            for name, value in metrics.items()
-            if name != "step" and isinstance(value, (int, float))
-        }
-        self._run.log(known, step=int(metrics["step"]))
+        self._run.log(_numbers(metrics), step=int(metrics["step"]))
 
     def close(self) -> None:
         """Finish the run."""

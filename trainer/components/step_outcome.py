@@ -47,11 +47,7 @@ class StepTotals:
     """
 
     def __init__(
-        self,
-        loss: Tensor,
-        squares: Tensor,
-        votes: Sequence[float],
-        dims: ParallelDims,
+        self, loss: Tensor, squares: Tensor, votes: Sequence[float], dims: ParallelDims
     ) -> None:
         local_sums = torch.stack([loss.double() / dims.size("tp"), squares])
         device_votes = to_device(torch.tensor(votes, dtype=torch.float64), local_sums.device)

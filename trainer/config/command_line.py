@@ -87,7 +87,7 @@ def split(argv: list[str]) -> list[tuple[str, list[str]]]:
     Raises:
         ConfigError: A word belongs to no option.
     """
-    options: list[tuple[str, list[str]]] = []
+    options = []
     for token in argv:
         if token == "-h":
             options.append((token, []))

@@ -104,17 +104,14 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     """
     names = list(names)
     plain = _plain(word)
-    distances = [(_distance(plain, _plain(name)), name) for name in names]
-    near = [
-        (distance, name)
-        for distance, name in distances
-        if distance <= _allowed(plain, _plain(name))
-    ]
-    near = [
-        (distance, name) for distance, name in near if not _another_number(plain, _plain(name))
-    ]
+    near = {}
+    for name in names:
+        other = _plain(name)
+        distance = _distance(plain, other)
+        if distance <= _allowed(plain, other) and not _another_number(plain, other):
+            near[name] = distance
     if near:
-        return min(near, key=lambda pair: pair[0])[1]
+        return min(near, key=near.__getitem__)
     parts = set(re.split(r"[-_. ]", word.lower()))
     begun = [name for name in names if len(plain) >= 4 and _plain(name).startswith(plain)]
     whole = [
@@ -143,7 +140,7 @@ def _allowed(a: str, b: str) -> int:
 
 def _distance(a: str, b: str) -> int:
     """Return the number of letters to insert, delete, replace or swap with their neighbour to turn `a` into `b`."""
-    before: list[int] = []
+    before = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):
         earlier = before

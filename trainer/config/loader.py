@@ -9,7 +9,7 @@ State of the process: The names of the modules of `job.imports`, for ever.
 import importlib
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,11 +71,11 @@ def parse_command_line(
         ConfigError: A package cannot be imported, a key is unknown, a value has the wrong type, or a file is no TOML.
     """
     problems = Problems()
-    imports = []
+    words = {}
     with suppress(ConfigError):  # `read_options` finds it again
-        imports = imports_of(split(argv))
-    if imports:
-        _check_trust(split(argv), imports, reading=reading)
+        words = {name[2:].replace("-", "_"): words for name, words in split(argv)}
+    imports = imports_of(words)
+    _check_trust(words, imports, reading=reading)
     import_packages(imports)
     schema = with_tables(schema, imports)
     options = read_options(argv, schema, problems)
@@ -109,10 +109,9 @@ def parse_command_line(
 
 
 def _check_trust(
-    options: Sequence[tuple[str, list[str]]], imports: Sequence[str], *, reading: bool
+    words: Mapping[str, list[str]], imports: Sequence[str], *, reading: bool
 ) -> None:
     """Raise UntrustedImports if a command that reads would import packages that only a run's config.toml names."""
-    words = {name[2:].replace("-", "_"): words for name, words in options}
     named = {"allow_imports", *(f"{table}.{key}" for table, key in _IMPORT_KEYS)}
     file = "".join(words.get("job.config_file", [])[:1])
     if named & {*words} or not (reading or {"check_config", "print_config"} & {*words}):
@@ -158,15 +157,14 @@ def import_packages(names: Sequence[str]) -> None:
             ) from error
 
 
-def imports_of(options: Sequence[tuple[str, list[str]]]) -> list[str]:
+def imports_of(words: Mapping[str, list[str]]) -> list[str]:
     """Return the value of `job.imports`, before other keys are read.
 
     A value of a wrong type is left to the reader of all keys.
 
     Args:
-        options: Each option of the command line, with its words.
+        words: Each option of the command line, with its words.
     """
-    words = {name[2:].replace("-", "_"): words for name, words in options}
     for table, key in _IMPORT_KEYS:
         if f"{table}.{key}" in words:
             return words[f"{table}.{key}"]
@@ -202,8 +200,8 @@ def read_file(path: Path, schema: type, problems: Problems) -> Settings:
 
 
 def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems) -> Settings:
-    values: dict[str, object] = {}
-    notes: list[str] = []
+    values = {}
+    notes = []
     for table, settings in content.items():
         with problems.collected():
             known = any(name.startswith(f"{table}.") for name in accepted_keys(schema))
@@ -270,7 +268,7 @@ def to_toml(config: JobConfig) -> str:
 
 
 def _build(values: dict[str, object], schema: type[JobConfig]) -> JobConfig:
-    tables: dict[str, dict[str, object]] = {table: {} for table in get_type_hints(schema)}
+    tables = {table: {} for table in get_type_hints(schema)}
     for name, value in values.items():
         table, _, key = name.partition(".")
         tables[table][key] = value

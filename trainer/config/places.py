@@ -3,11 +3,11 @@
 A package names code that needs PyTorch by its place, and ranks import it. A wrong name is found before ranks start.
 """
 
-import ast
 import sys
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec
+from pathlib import Path
+from symtable import symtable
 
 from trainer.config.errors import ConfigError, did_you_mean
 
@@ -73,27 +73,9 @@ def _names_of(spec: ModuleSpec) -> set[str] | None:
     if source is None:
         return None
     try:
-        with open(source, "rb") as file:
-            tree = ast.parse(file.read())
+        text = Path(source).read_bytes()
+        symbols = symtable(text, source, "exec").get_symbols()
     except (OSError, SyntaxError, ValueError):  # the import says it better
         return None
-    names = set(_bound(tree.body))
-    return None if names & {"*", "__getattr__"} else names
-
-
-def _bound(body: list[ast.stmt]) -> Iterator[str]:
-    """Yield the names that statements bind, also below an `if`, `try`, `with` or loop."""
-    for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield statement.name
-            continue
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            for alias in statement.names:
-                yield (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-        for block in ("body", "orelse", "finalbody"):
-            yield from _bound(getattr(statement, block, []))
-        for handler in getattr(statement, "handlers", []):
-            yield from _bound(handler.body)
+    names = {x.get_name() for x in symbols if x.is_assigned() or x.is_imported()}
+    return None if "__getattr__" in names or b"import *" in text else names

@@ -106,9 +106,7 @@ class Job:
     """Python modules of your own, imported first: they add models, data sets, tasks (docs/your_own_model.md)."""
     max_minutes: float | None = key(None, POSITIVE, "minutes", example=60.0)
     """Minutes after which the run stops cleanly, at the end of a step; None: no limit."""
-    stop_signals: tuple[Literal["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"], ...] = (
-        STOP_SIGNALS
-    )
+    stop_signals: tuple[Literal[STOP_SIGNALS], ...] = STOP_SIGNALS
     """Signals after which the run finishes its step, saves and ends. SIGUSR1 to a rank always shows its stacks."""
 
 

@@ -97,7 +97,7 @@ def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     Raises:
         ConfigError: As `load_toml`; or a base is no file name, or bases form a circle.
     """
-    chain: tuple[Path, ...] = ()
+    chain = ()
     while True:
         if path.resolve() in [earlier.resolve() for earlier in chain]:
             circle = " -> ".join(str(file) for file in (*chain, path))

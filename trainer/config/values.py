@@ -133,15 +133,9 @@ def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | No
         return _table(value, kind)
     if kind is float and type(value) is int and abs(value) < 2**1023:
         value = float(value)
-    if type(value) is not kind:
-        return None
-    if (
-        isinstance(value, float)
-        and not math.isfinite(value)
-        and not (infinite and value == math.inf)
-    ):
-        return None
-    return value
+    if isinstance(value, float) and not math.isfinite(value):
+        return value if kind is float and infinite and value == math.inf else None
+    return value if type(value) is kind else None
 
 
 def _table(value: object, kind: type) -> object | None:
@@ -156,16 +150,13 @@ def _table(value: object, kind: type) -> object | None:
 
 def _parsed(word: str, kind: Any) -> object:
     """Return the value of a word for this kind, or the word itself if it has none."""
-    if is_dataclass(kind):
-        with suppress(tomllib.TOMLDecodeError):
-            return tomllib.loads(f"table = {word}")["table"]
     if kind is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
-    if kind in (int, float):
-        try:
+    with suppress(ValueError):  # TOMLDecodeError is one too
+        if is_dataclass(kind):
+            return tomllib.loads(f"table = {word}")["table"]
+        if kind in (int, float):
             return kind(word)
-        except ValueError:
-            return word
     return word
 
 
@@ -211,8 +202,9 @@ def _example(default: object, kind: Any) -> str:
 def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
     kind, optional = without_none(key.kind)
     hint = _example(key.works, kind)
+    word = str(value).lower()
     if get_origin(kind) is Literal:
-        near = _SYNONYMS.get(str(value).lower())
+        near = _SYNONYMS.get(word)
         near = near if near in get_args(kind) else nearest(str(value), get_args(kind))
         hint = _MOVED.get(value, f"; did you mean {near!r}?" if near else "")
     elif (
@@ -223,8 +215,8 @@ def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
         hint = f"; write {value.strip()} without quotes"
     elif kind is str and type(value) in (int, float):
         hint = f'; write "{value}"'
-    elif kind is bool and str(value).lower() in _SWITCHES:
-        hint = f"; write {_SWITCHES[str(value).lower()]}"
+    elif kind is bool and word in _SWITCHES:
+        hint = f"; write {_SWITCHES[word]}"
     elif kind is int and (number := meant(value)):
         hint = f"; write {number}"
     if optional:

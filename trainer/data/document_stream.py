@@ -20,13 +20,7 @@ class DocumentStream(ItemStream):
 
     ITEM = "document"
 
-    def __init__(
-        self,
-        source: TokenFiles,
-        order: Order,
-        *,
-        seq_len: int,
-    ) -> None:
+    def __init__(self, source: TokenFiles, order: Order, *, seq_len: int) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len = {seq_len} must be at least 1")
         self._source, self._seq_len = source, seq_len

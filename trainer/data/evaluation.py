@@ -136,7 +136,7 @@ def _prompts_of_text(
 
 def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]]:
     """Return sentences with `room` tokens together. The first one may lack its beginning."""
-    sentences: list[list[int]] = []
+    sentences = []
     while room > 0:
         sentences.append(tokenizer.encode(sentence(random)))
         room -= len(sentences[-1])

@@ -27,7 +27,7 @@ from torchdata.stateful_dataloader.stateful import Stateful
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents
 from trainer.data.order.stream_loader import AGAIN
-from trainer.data.order.streams import streams_of_rank
+from trainer.data.order.streams import StreamState, streams_of_rank
 from trainer.data.sources.records import BadRecord, Tally
 from trainer.data.sources.registry import DataSettings, source_of
 from trainer.data.text_data import TextData, TextStream
@@ -74,7 +74,7 @@ def _state_is_wrong(iterable: Any) -> bool:
     return False
 
 
-def _is_count(state: Mapping[str, Any]) -> bool:
+def _is_count(state: StreamState) -> bool:
     """Return whether a state of torchdata's loader only counts the documents of an iterable.
 
     torchdata 0.11 counts wrong after a resume: it adds the documents that it reads again to the documents of the state.
@@ -148,7 +148,7 @@ class IterableDocuments:
         """
         return float(epoch)
 
-    def restart(self, epoch: int, state: Mapping[str, Any]) -> None:
+    def restart(self, epoch: int, state: StreamState) -> None:
         """Go to a position in a pass.
 
         Args:
@@ -183,7 +183,7 @@ class IterableDocuments:
         if self._read < first:
             raise self._lacks(first - 1)
 
-    def state(self, epoch: int, oldest: int) -> dict[str, Any]:
+    def state(self, epoch: int, oldest: int) -> StreamState:
         """Return the position before the oldest document that a restart needs again.
 
         Args:
@@ -360,7 +360,7 @@ class IterableData:
             {} if self.packing == "concatenate" else {"seq_len": seq_len}
         )
 
-    def items_of(self, saved: Mapping[str, Any]) -> int:
+    def items_of(self, saved: StreamState) -> int:
         """Return 0: the number of documents is unknown.
 
         Args:

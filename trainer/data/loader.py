@@ -1,7 +1,7 @@
 """Batches of text: their keys, their loader from numbered streams (see `order/`), and batches made ahead."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypedDict
 
@@ -17,6 +17,12 @@ from trainer.data.mixture import DataSet
 from trainer.data.order.stream_loader import StreamLoader
 from trainer.data.packing import PackedSequence
 from trainer.observer import Positions
+
+Batch = dict[str, Any]
+
+
+Planner = Callable[[Mapping[str, np.ndarray]], object]
+"""Makes the plan of the attention of a batch from its arrays."""
 
 
 class TextBatch(TypedDict, total=False):
@@ -41,7 +47,7 @@ class TextBatch(TypedDict, total=False):
     """Whether the model gets `positions` although documents see each other."""
 
 
-def arrays_of(sequences: Iterable[PackedSequence]) -> dict[str, np.ndarray]:
+def arrays_of(sequences: Sequence[PackedSequence]) -> dict[str, np.ndarray]:
     """Stack the arrays of sequences.
 
     Args:
@@ -50,12 +56,19 @@ def arrays_of(sequences: Iterable[PackedSequence]) -> dict[str, np.ndarray]:
     Returns:
         tokens, labels, positions and document_ids by name, (B, S) int64 each.
     """
-    columns = ([x.tokens, x.labels, x.positions, x.document_ids] for x in sequences)
     names = ("tokens", "labels", "positions", "document_ids")
-    return {
-        name: np.stack(rows)
-        for name, rows in zip(names, zip(*columns, strict=True), strict=True)
-    }
+    return {name: np.stack([getattr(x, name) for x in sequences]) for name in names}
+
+
+def planned_batch(arrays: Mapping[str, np.ndarray], plan: Planner | None) -> Batch:
+    """Return copies of arrays as tensors, with the plan of their attention.
+
+    Args:
+        arrays: See `arrays_of`.
+        plan: Makes the plan. None: the batch has none.
+    """
+    batch = tensors_of(arrays)
+    return batch if plan is None else batch | {"plan": plan(arrays)}
 
 
 def tensors_of(arrays: Mapping[str, np.ndarray]) -> TextBatch:
@@ -92,8 +105,8 @@ class BatchLoader(StreamLoader):
         *,
         dp_rank: int,
         dp_degree: int,
-        plan: Callable[[Mapping[str, np.ndarray]], object] | None = None,
-        exchange: Callable[[Iterator[TextBatch]], Iterator[dict[str, Any]]] = iter,
+        plan: Planner | None = None,
+        exchange: Callable[[Iterator[TextBatch]], Iterator[Batch]] = iter,
     ) -> None:
         split = {"data_streams": training.data_streams, "seed": training.seed}
         data.check(**split)
@@ -138,7 +151,7 @@ class BatchLoader(StreamLoader):
         """
         return self._data.items_of(saved)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Batch]:
         return self._exchange(self._read())
 
     def _read(self) -> Iterator[TextBatch]:
@@ -147,12 +160,12 @@ class BatchLoader(StreamLoader):
                 *self._next_samples(self._training.local_batch_size), strict=True
             )
             arrays = arrays_of(sequences)
-            batch = tensors_of(arrays)
+            batch = planned_batch(arrays, self._plan)
             if sequences[0].source is not None:
                 batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
             batch["numbers"] = list(numbers)
             batch["padding"] = sum(sequence.padding for sequence in sequences)
-            yield batch if self._plan is None else batch | {"plan": self._plan(arrays)}
+            yield batch
 
 
 def data_identity(states: Positions, training: Training) -> dict[str, int | str]:
@@ -184,7 +197,7 @@ def batch_hash(batch: Mapping[str, Any]) -> int:
 class _Step(NamedTuple):
     """The batches of one step, or the error of making them; the loader's state and epoch before."""
 
-    batches: list[dict[str, Any]] | Exception
+    batches: list[Batch] | Exception
     state: dict[int, dict[str, int]]
     epoch: float
 
@@ -201,10 +214,7 @@ class BatchesAhead:
     """
 
     def __init__(
-        self,
-        loader: StreamLoader,
-        number: int,
-        prepare: Callable[[dict[str, Any]], dict[str, Any]],
+        self, loader: StreamLoader, number: int, prepare: Callable[[Batch], Batch]
     ) -> None:
         self._loader = loader
         self._number = number
@@ -239,7 +249,7 @@ class BatchesAhead:
             if isinstance(step.batches, Exception):
                 raise step.batches
 
-    def take(self) -> list[dict[str, Any]]:
+    def take(self) -> list[Batch]:
         """Return the batches of the next step; raise the error of making them."""
         self.make()
         made = self._made.popleft().batches

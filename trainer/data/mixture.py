@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Union
 
 from trainer.config.errors import ConfigError
 from trainer.data.contents import Contents
@@ -53,7 +53,7 @@ def source_of_sample(sample: int, ends: Sequence[int]) -> int:
     return bisect_right(ends, sample * _GOLDEN % 2**64)
 
 
-def _part(state: Mapping[str, Any], name: str) -> StreamState:
+def _part(state: StreamState, name: str) -> StreamState:
     """Return the entries of one source in the state of a stream of a mixture."""
     return {
         key.removeprefix(f"{name}/"): value
@@ -96,7 +96,7 @@ class MixtureStream:
             len(part.order) for part in parts
         )
 
-    def restart(self, state: Mapping[str, Any]) -> None:
+    def restart(self, state: StreamState) -> None:
         """Resume from a position.
 
         Args:
@@ -198,7 +198,7 @@ class Mixture:
             for key, x in part.describe(number, seq_len).items()
         }
 
-    def items_of(self, saved: Mapping[str, Any]) -> tuple[int, ...]:
+    def items_of(self, saved: StreamState) -> tuple[int, ...]:
         """Return how many documents of each source a resumed run reads.
 
         Args:

@@ -226,7 +226,7 @@ class WholeStream(ItemStream):
         """
         pieces = self._pieces(place)
         self._whole = pieces[:-1]
-        self._whole_left = len(pieces[:-1])
+        self._whole_left = len(self._whole)
         if not pieces:
             self._waiting.pop(place, None)
             return

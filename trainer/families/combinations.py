@@ -13,15 +13,13 @@ from trainer.families.config_parts import (
     only,
     read_windows,
     renamed,
-    switch,
     windows,
     write_windows,
 )
-from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
-from trainer.families.dense import GELU, GEMMA, SCALARS
-from trainer.families.hybrid import GRANITE_NAMES, GRANITE_SHARED_NAMES
+from trainer.families.dense import GELU, GEMMA, NO_MLP_BIAS, SCALARS
+from trainer.families.hybrid import GRANITE_NAMES, GRANITE_SHARED, GRANITE_SHARED_NAMES
 from trainer.families.rotary_entries import FULL, SLIDING, rotary
 from trainer.families.sparse import (
     FURTHER,
@@ -29,14 +27,13 @@ from trainer.families.sparse import (
     LOCAL,
     MLP_TYPES,
     NO_BIASES,
+    PAIRS,
+    QKV_BIASES,
     SIGMOID_EXPERTS,
     SIGMOID_NAMES,
 )
 from trainer.hugging_face.config_json import Entries
 
-_PAIRS = only("rope_interleave", True, written=True)
-_QKV_BIASES = switch("attention_bias", "attention_bias")
-_NO_MLP_BIAS = only("mlp_bias", False, written=True)
 _FUSED_GATES = {f"feed_forward.{part}": "mlp.gate_up_proj" for part in ("w1", "w3")}
 
 
@@ -84,19 +81,17 @@ def _read_thetas(config: Entries) -> Fields:
     }
 
 
-def _write_thetas(args: TransformerArgs) -> Fields:
-    return {
-        "layer_rope_theta": [
-            (kind.rope_theta or args.rope_theta) if kind.rope else 0 for kind in args.kinds
-        ]
-    }
-
-
-_GRANITE_SHARED = {"shared_dim": "shared_intermediate_size"}
 _GRANITE_SWA = (
     BIASES,
     Part(_read_cwm, lambda args: write_windows(args, 128)),
-    Part(_read_thetas, _write_thetas),
+    Part(
+        _read_thetas,
+        lambda args: {
+            "layer_rope_theta": [
+                (kind.rope_theta or args.rope_theta) if kind.rope else 0 for kind in args.kinds
+            ]
+        },
+    ),
     *SCALARS,
 )
 _SHARED_LAYERS = {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"}
@@ -137,7 +132,7 @@ FAMILIES = {
     "cwm": HFDecoder(
         "cwm",
         "CwmForCausalLM",
-        (_NO_MLP_BIAS, Part(_read_cwm, lambda args: write_windows(args, 8192))),
+        (NO_MLP_BIAS, Part(_read_cwm, lambda args: write_windows(args, 8192))),
     ),
     "exaone4": HFDecoder(
         "exaone4",
@@ -147,13 +142,13 @@ FAMILIES = {
     "iquestcoder": HFDecoder(
         "iquestcoder",
         "LlamaForCausalLM",
-        (_NO_MLP_BIAS, BIASES, only("clip_qkv", None)),
+        (NO_MLP_BIAS, BIASES, only("clip_qkv", None)),
         other_classes=("IQuestCoderForCausalLM",),
     ),
     "glm": HFDecoder(
         "glm",
         "GlmForCausalLM",
-        (_QKV_BIASES,),
+        (QKV_BIASES,),
         names=_FUSED_GATES,
         rotates_a_share=True,
         adjacent_pairs=True,
@@ -161,7 +156,7 @@ FAMILIES = {
     "glm4": HFDecoder(
         "glm4",
         "Glm4ForCausalLM",
-        (_QKV_BIASES, always(norm_place="around")),
+        (QKV_BIASES, always(norm_place="around")),
         names={
             **_FUSED_GATES,
             "attention_post_norm": "post_self_attn_layernorm",
@@ -172,7 +167,7 @@ FAMILIES = {
         adjacent_pairs=True,
     ),
     "helium": HFDecoder(
-        "helium", "HeliumForCausalLM", (_NO_MLP_BIAS, _QKV_BIASES), adjacent_pairs=True
+        "helium", "HeliumForCausalLM", (NO_MLP_BIAS, QKV_BIASES), adjacent_pairs=True
     ),
     "ernie4_5": HFDecoder(
         "ernie4_5",
@@ -180,19 +175,16 @@ FAMILIES = {
         (only("use_bias", False, written=True),),
         adjacent_pairs=True,
     ),
-    "youtu": HFDecoder("youtu", "YoutuForCausalLM", (_PAIRS, NO_BIASES, LATENT)),
+    "youtu": HFDecoder("youtu", "YoutuForCausalLM", (PAIRS, NO_BIASES, LATENT)),
     "glm4_moe_lite": HFDecoder(
         "glm4_moe_lite",
         "Glm4MoeLiteForCausalLM",
-        (_PAIRS, SIGMOID_EXPERTS, MLP_TYPES, NO_BIASES, LATENT, FURTHER),
+        (PAIRS, SIGMOID_EXPERTS, MLP_TYPES, NO_BIASES, LATENT, FURTHER),
         names=SIGMOID_NAMES,
         further=FURTHER_AS_LAYERS,
     ),
     "solar_open": HFDecoder(
-        "solar_open",
-        "SolarOpenForCausalLM",
-        (SIGMOID_EXPERTS, _QKV_BIASES),
-        names=SIGMOID_NAMES,
+        "solar_open", "SolarOpenForCausalLM", (SIGMOID_EXPERTS, QKV_BIASES), names=SIGMOID_NAMES
     ),
     "dots1": HFDecoder(
         "dots1",
@@ -234,7 +226,7 @@ FAMILIES = {
         (
             always(qk_norm=True),
             BIASES,
-            _NO_MLP_BIAS,
+            NO_MLP_BIAS,
             renamed(
                 SIGMOID_EXPERTS,
                 _SHARED_LAYERS | {"router_scaling_factor": "routed_scaling_factor"},
@@ -251,12 +243,12 @@ FAMILIES = {
         },
     ),
     "granite_swa": HFDecoder(
-        "granite_swa", "GraniteSWAForCausalLM", (_NO_MLP_BIAS, *_GRANITE_SWA)
+        "granite_swa", "GraniteSWAForCausalLM", (NO_MLP_BIAS, *_GRANITE_SWA)
     ),
     "granitemoe_swa": HFDecoder(
         "granitemoe_swa",
         "GraniteMoeSWAForCausalLM",
-        (experts(*LOCAL, _GRANITE_SHARED), *_GRANITE_SWA),
+        (experts(*LOCAL, GRANITE_SHARED), *_GRANITE_SWA),
         names={
             **GRANITE_SHARED_NAMES,
             "feed_forward.router.gate": "block_sparse_moe.router",
@@ -267,7 +259,7 @@ FAMILIES = {
     "granitemoeshared": HFDecoder(
         "granitemoeshared",
         "GraniteMoeSharedForCausalLM",
-        (BIASES, experts(*LOCAL, _GRANITE_SHARED), *SCALARS),
+        (BIASES, experts(*LOCAL, GRANITE_SHARED), *SCALARS),
         names=GRANITE_SHARED_NAMES,
     ),
     "granitemoe": HFDecoder(

@@ -3,7 +3,7 @@
 An architecture is a list of such parts, see `HFDecoder`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,8 @@ from trainer.config.errors import ConfigError
 from trainer.families.args import windows_of
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.feed_forward_args import ExpertArgs
-from trainer.families.rotary_entries import FULL, SLIDING, rope_entries, rotary
-from trainer.hugging_face.config_json import Entries
+from trainer.families.rotary_entries import FULL, SLIDING, rotary, write_local_tables
+from trainer.hugging_face.config_json import Entries, entries_of
 
 Fields = dict[str, Any]
 
@@ -114,20 +114,21 @@ def number(key: str, field: str, missing: float | None = None) -> Part:
 
 
 def read_layer_types(
-    config: Entries, names: Sequence[str], assumed: Sequence[str]
+    config: Entries, names: Sequence[str], assumed: Sequence[str], key: str = "layer_types"
 ) -> list[str]:
-    """Return the kind of each layer from `layer_types`.
+    """Return the kind of each layer.
 
     Args:
         config: The entries of the file.
         names: The supported kinds.
         assumed: The kinds if the file has no entry.
+        key: Key of the kinds.
 
     Raises:
         ConfigError: Another kind, or too few or too many layers.
     """
     n_layers = config.whole("num_hidden_layers")
-    kinds = config.content.get("layer_types")
+    kinds = config.content.get(key)
     kinds = list(assumed) if kinds is None else kinds
     if (
         not isinstance(kinds, list)
@@ -135,8 +136,8 @@ def read_layer_types(
         or not {*names}.issuperset(map(str, kinds))
     ):
         raise ConfigError(
-            f"{config.file}: layer_types = {kinds!r} is not supported; it must be {' or '.join(map(repr, names))} for "
-            f"each of {n_layers} layers"
+            f"{config.file}: {key} = {kinds!r} is not supported; it must be {' or '.join(map(repr, names))} for each "
+            f"of {n_layers} layers"
         )
     return kinds
 
@@ -231,10 +232,7 @@ def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
         }
 
     def write(args: TransformerArgs) -> Fields:
-        own = {kind.rope_theta for kind in args.kinds if kind.window} - {None}
-        local = {"rope_type": "default", "rope_theta": own.pop() if own else args.rope_theta}
-        whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
-        return part.write(args) | {"rope_parameters": {FULL: whole, SLIDING: local}}
+        return part.write(args) | write_local_tables(args, args.rope_theta)
 
     return Part(read, write)
 
@@ -284,8 +282,8 @@ def _read_switched(config: Entries) -> Fields:
 
 def _write_switched(args: TransformerArgs) -> Fields:
     some = args.sliding_window is not None
-    first = {"use_sliding_window": some, "max_window_layers": 0 if some else args.n_layers}
-    return write_windows(args) | first
+    layers = 0 if some else args.n_layers
+    return write_windows(args) | {"use_sliding_window": some, "max_window_layers": layers}
 
 
 SWITCHED_WINDOWS = Part(_read_switched, _write_switched)
@@ -299,42 +297,46 @@ def _read_sparse(config: Entries) -> Fields:
             f"{config.file}: mlp_only_layers = {dense!r} must be a list of layers"
         )
     step = config.whole("decoder_sparse_step", 1)
-    return {
-        "layers": {
-            "experts": [
-                layer not in dense and (layer + 1) % step == 0 for layer in range(n_layers)
-            ]
-        }
-    }
+    layers = range(n_layers)
+    have_experts = [layer not in dense and (layer + 1) % step == 0 for layer in layers]
+    return {"layers": {"experts": have_experts}}
 
 
-def _write_sparse(args: TransformerArgs) -> Fields:
-    dense = [layer for layer, kind in enumerate(args.kinds) if not kind.experts]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-SPARSE_LAYERS = Part(_read_sparse, _write_sparse)
+SPARSE_LAYERS = Part(
+    _read_sparse,
+    lambda args: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, kind in enumerate(args.kinds) if not kind.experts],
+    },
+)
 """Every n-th layer has experts, from number n - 1 on, except the layers that the file names."""
 
 
 # ---- experts
 
 
-def read_experts(config: Entries, number: str, width: str, **fields: Any) -> ExpertArgs:
+def expert_keys(number: str, width: str) -> dict[str, str]:
+    """Return the keys of three fields of `ExpertArgs`.
+
+    Args:
+        number: Key of the number of experts.
+        width: Key of their hidden channels.
+    """
+    return {number: "number", "num_experts_per_tok": "per_token", width: "hidden_dim"}
+
+
+def read_experts(config: Entries, keys: Mapping[str, str], **fields: Any) -> ExpertArgs:
     """Return the experts.
 
     Args:
         config: The entries of the file.
-        number: Key of the number of experts.
-        width: Key of their hidden channels.
+        keys: Keys of whole numbers -> fields of `ExpertArgs`.
         **fields: Other fields of `ExpertArgs`.
 
     Raises:
         ConfigError: A token cannot choose this many experts.
     """
-    routed = ExpertArgs(
-        config.whole(number), config.whole("num_experts_per_tok"), config.whole(width), **fields
-    )
+    routed = ExpertArgs(**config.wholes(keys), **fields)
     if routed.number % routed.groups or routed.groups_per_token > routed.groups:
         raise ConfigError(
             f"{config.file}: n_group = {routed.groups} must divide {routed.number} experts and be at least "
@@ -360,38 +362,34 @@ def read_balance(config: Entries) -> Fields:
 
 
 EXPERTS = "experts", "experts"
-NORMALISE = {"normalise": "norm_topk_prob"}
-SHARED = {"shared_dim": "shared_expert_intermediate_size"}
+NORMALISE = {"norm_topk_prob": "normalise"}
+SHARED = {"shared_expert_intermediate_size": "shared_dim"}
 
 
 def experts(number: str, width: str, keys: dict[str, str] | None = None, **fields: Any) -> Part:
     """Return the part of experts that a loss may balance.
 
     Args:
-        number: See `read_experts`; since transformers 5 the number is `num_local_experts`.
-        width: See `read_experts`.
-        keys: Other fields of `ExpertArgs` -> their keys, a switch or a whole number.
+        number: See `expert_keys`; since transformers 5 the number is `num_local_experts`.
+        width: See there.
+        keys: Other keys, a switch or a whole number -> fields of `ExpertArgs`.
         **fields: Fields of `ExpertArgs` without an entry.
     """
     keys = keys or {}
 
     def read(config: Entries) -> Fields:
         there = "num_local_experts" if "num_local_experts" in config.content else number
-        values = {
-            field: config.switch(key) for field, key in keys.items() if field != "shared_dim"
-        }
-        shared = keys.get("shared_dim")
-        if shared is not None and config.content.get(shared) != 0:
-            values["shared_dim"] = config.whole(shared)
-        return {
-            "experts": read_experts(config, there, width, **values, **fields),
-            **read_balance(config),
-        }
+        values = {}
+        for key, field in keys.items():
+            if field == "normalise":
+                values[field] = config.switch(key)
+            elif config.content.get(key) != 0:
+                values[field] = config.whole(key)
+        routed = read_experts(config, expert_keys(there, width), **values, **fields)
+        return {"experts": routed, **read_balance(config)}
 
     def write(args: TransformerArgs) -> Fields:
-        of = args.experts
-        others = {key: getattr(args.experts, field) for field, key in keys.items()}
-        chosen = {number: of.number, "num_experts_per_tok": of.per_token, width: of.hidden_dim}
-        return chosen | others | {"router_aux_loss_coef": args.router_aux_loss_coef}
+        entries = entries_of(args.experts, expert_keys(number, width) | keys)
+        return entries | {"router_aux_loss_coef": args.router_aux_loss_coef}
 
     return Part(read, write, EXPERTS)

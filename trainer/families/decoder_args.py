@@ -190,7 +190,7 @@ class TransformerArgs:
     def tensor_parallel_sizes(self) -> dict[str, int]:
         """Return the sizes that a tensor-parallel degree must divide, by their names in messages."""
         layers = sorted(self._all_layers(), key=lambda layer: layer.mixer.is_recurrent)
-        sizes: dict[str, int] = {}
+        sizes = {}
         for part in ("mixer", "feed_forward"):
             for layer in layers:
                 own = getattr(layer, part).tensor_parallel_sizes()

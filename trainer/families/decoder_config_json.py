@@ -182,7 +182,7 @@ class HFDecoder:
             "tie_embeddings": config.switch("tie_word_embeddings"),
             "head_size": None if head_dim * n_heads == dim else head_dim,
         }
-        kinds: dict[str, Sequence[Any]] = {}
+        kinds = {}
         for part in self.parts:
             part_fields = part.read(config)
             kinds |= part_fields.pop("layers", {})
@@ -257,23 +257,22 @@ class HFDecoder:
 
 def _computed(args: TransformerArgs) -> dict[str, Any]:
     """Return all values that a model's forward depends on, by field; the field `layers` has a value for each layer."""
-    layers = range(args.n_layers)
     kinds = [
         (
-            args.kind(i).linear,
+            kind.linear,
             args.layer(i).mixer.rope_theta,
-            args.experts is not None and args.kind(i).experts,
-            args.kind(i).global_heads,
-            args.kind(i).shares_keys,
-            args.kind(i).ffn_factor,
+            args.experts is not None and kind.experts,
+            kind.global_heads,
+            kind.shares_keys,
+            kind.ffn_factor,
         )
-        for i in layers
+        for i, kind in enumerate(args.kinds)
     ]
     fields = asdict(args) | {
         "sliding_window": windows_of(args),
         "layers": kinds,
+        "attention_scale": args.score_scale,
     }
-    fields["attention_scale"] = args.score_scale
     others = ["mtp_layers", "max_seq_len", "router_aux_loss_coef", "router_aux_loss_load"]
     if args.experts is not None and args.experts.sigmoid:
         others.append("router_bias_update_rate")  # the bias is one of the weights there

@@ -100,7 +100,7 @@ def hf_tensor(
 
 def _place(layer: Layer, dim: int, part: str, table: Mapping[str, str]) -> dict[str, int]:
     """Return the place of a module's rows in a tensor there that several modules share."""
-    groups: list[dict[str, int]] = []
+    groups = []
     if layer.mixer.is_recurrent:
         convolved = layer.mixer.convolved().items()
         groups += [

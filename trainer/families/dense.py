@@ -25,8 +25,8 @@ from trainer.families.config_parts import (
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.mixers import GlobalHeads
-from trainer.families.rotary_entries import FULL, SLIDING, rope_entries, rotary_table
-from trainer.hugging_face.config_json import Entries
+from trainer.families.rotary_entries import FULL, SLIDING, rotary_table, write_local_tables
+from trainer.hugging_face.config_json import Entries, entries_of
 
 
 def _read_smollm3(config: Entries) -> Fields:
@@ -126,6 +126,13 @@ GEMMA = (
 )
 
 
+_GEMMA4_EXPERTS = {
+    "num_experts": "number",
+    "top_k_experts": "per_token",
+    "moe_intermediate_size": "hidden_dim",
+}
+
+
 def _read_gemma4(config: Entries) -> Fields:
     """Read the kinds of layers; the last layer always sees all earlier tokens, as in transformers."""
     kinds = read_layer_types(config, (FULL, SLIDING), full_every(config, SLIDING, 6))
@@ -149,11 +156,9 @@ def _read_gemma4(config: Entries) -> Fields:
     experts = None
     if config.switch("enable_moe_block"):
         config.only("use_double_wide_mlp", False)
-        per_token = {"num_experts_per_tok": config.whole("top_k_experts")}
         experts = read_experts(
-            replace(config, content={**config.content, **per_token}),
-            "num_experts",
-            "moe_intermediate_size",
+            config,
+            _GEMMA4_EXPERTS,
             shared_dim=config.whole("intermediate_size"),
             activation="gelu_tanh",
             beside_dense=True,
@@ -207,15 +212,10 @@ def _write_gemma4(args: TransformerArgs) -> Fields:
     kinds = args.kinds
     heads = args.global_heads
     own = {"head_dim": heads.head_dim, "num_key_value_heads": heads.n_kv_heads}
-    local = {kind.rope_theta for kind in kinds} - {None}
-    theta = local.pop() if local else 10000.0
-    whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
-    of = args.experts
+    tables = write_local_tables(args, 10000.0)
     return write_windows(args, 512) | {
-        "enable_moe_block": of is not None,
-        "num_experts": of and of.number,
-        "top_k_experts": of and of.per_token,
-        "moe_intermediate_size": of and of.hidden_dim,
+        "enable_moe_block": args.experts is not None,
+        **entries_of(args.experts, _GEMMA4_EXPERTS),
         "num_kv_shared_layers": sum(kind.shares_keys for kind in kinds),
         "use_double_wide_mlp": any(kind.ffn_factor > 1 for kind in kinds),
         "hidden_size_per_layer_input": args.per_layer_dim,
@@ -224,20 +224,17 @@ def _write_gemma4(args: TransformerArgs) -> Fields:
         "global_head_dim": heads.head_dim,
         "num_global_key_value_heads": heads.n_kv_heads,
         "per_layer_config": {str(i): own for i, kind in enumerate(kinds) if kind.global_heads},
-        "rope_parameters": {
-            FULL: whole,
-            SLIDING: {"rope_type": "default", "rope_theta": theta},
-        },
+        **tables,
     }
 
 
 _OLMO = always(norm_place="after", qk_norm=True, qk_norm_of_all_heads=True), BIASES
 GELU = "hidden_activation", "gelu_pytorch_tanh"
-_NO_MLP_BIAS = only("mlp_bias", False, written=True)
+NO_MLP_BIAS = only("mlp_bias", False, written=True)
 _QKV, _GATES = "self_attn.qkv_proj", "mlp.gate_up_proj"
 FAMILIES = {
     "llama3": HFDecoder(
-        "llama", "LlamaForCausalLM", (_NO_MLP_BIAS, only("sliding_window", None), BIASES)
+        "llama", "LlamaForCausalLM", (NO_MLP_BIAS, only("sliding_window", None), BIASES)
     ),
     "qwen3": HFDecoder(
         "qwen3", "Qwen3ForCausalLM", (always(qk_norm=True), BIASES, SWITCHED_WINDOWS)
@@ -255,9 +252,9 @@ FAMILIES = {
     "smollm3": HFDecoder(
         "smollm3",
         "SmolLM3ForCausalLM",
-        (_NO_MLP_BIAS, BIASES, Part(_read_smollm3, _write_smollm3)),
+        (NO_MLP_BIAS, BIASES, Part(_read_smollm3, _write_smollm3)),
     ),
-    "granite": HFDecoder("granite", "GraniteForCausalLM", (_NO_MLP_BIAS, BIASES, *SCALARS)),
+    "granite": HFDecoder("granite", "GraniteForCausalLM", (NO_MLP_BIAS, BIASES, *SCALARS)),
     "phi3": HFDecoder(
         "phi3",
         "Phi3ForCausalLM",

@@ -1,43 +1,9 @@
 """The second branch of a layer: a dense feed-forward network, or experts. Torch-free."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
-from trainer.families.mixers import Shapes
-
-
-class FeedForwardArgs(Protocol):
-    """One kind of feed-forward network: its sizes, and all counts that follow from them."""
-
-    names: ClassVar[Mapping[str, str]]
-    """Modules, or their parameters -> their names in a layer of Hugging Face's files, where families agree."""
-
-    def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
-
-        Args:
-            dim: Channels of the hidden states.
-            tp: Tensor-parallel degree.
-        """
-
-    def expert_weights(self, dim: int, *, active: bool) -> int:
-        """Return the number of parameters of its experts.
-
-        Args:
-            dim: Channels of the hidden states.
-            active: Count only the experts that one token chooses.
-        """
-
-    def vectors(self, dim: int) -> int:
-        """Return the number of its other parameters.
-
-        Args:
-            dim: Channels of the hidden states.
-        """
-
-    def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Return the sizes that tensor-parallel ranks divide, by their names in messages."""
+from trainer.families.mixers import Names, Shapes, Sizes
 
 
 def gated_shapes(prefix: str, dim: int, hidden_dim: int) -> Shapes:
@@ -64,11 +30,7 @@ class DenseArgs:
     """Activation of the gates: `silu`, or `gelu_tanh`."""
     bias: bool = False
 
-    names: ClassVar[Mapping[str, str]] = {
-        "w1": "mlp.gate_proj",
-        "w2": "mlp.down_proj",
-        "w3": "mlp.up_proj",
-    }
+    names: ClassVar[Names] = {"w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj"}
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
         """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
@@ -96,7 +58,7 @@ class DenseArgs:
         """
         return (2 * self.hidden_dim + dim) * self.bias
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> Sizes:
         """Return the inner channels."""
         return {"feed-forward channels": self.hidden_dim}
 
@@ -133,7 +95,7 @@ class ExpertArgs:
     shared_gate: bool = False
     """Whether each token multiplies the shared expert's output by a sigmoid of its own."""
 
-    names: ClassVar[Mapping[str, str]] = {
+    names: ClassVar[Names] = {
         "router.gate": "mlp.gate",
         "experts.w13": "mlp.experts.{}.gate_proj mlp.experts.{}.up_proj",
         "experts.w2": "mlp.experts.{}.down_proj",
@@ -183,10 +145,17 @@ class ExpertArgs:
         beside = 4 * dim + self.number  # three norms, and two scales of the router
         return self.number * self.biases + beside * self.beside_dense
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> Sizes:
         """Return the channels of the shared expert, if there is one."""
         shared = "channels of the shared expert"
         return {shared: self.shared_dim} if self.shared_dim else {}
+
+
+FeedForwardArgs = DenseArgs | ExpertArgs
+"""One kind of feed-forward network: its sizes, and all counts that follow from them.
+
+`names` has modules, or their parameters -> their names in a layer of Hugging Face's files, where families agree.
+"""
 
 
 def has_grouped_product(dtype: str, *widths: int) -> bool:

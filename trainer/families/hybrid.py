@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from trainer.config.errors import ConfigError
 from trainer.families.config_parts import (
@@ -12,6 +11,7 @@ from trainer.families.config_parts import (
     Fields,
     Part,
     always,
+    expert_keys,
     experts,
     full_every,
     only,
@@ -28,12 +28,13 @@ from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArg
 from trainer.families.rotary_entries import FULL
 from trainer.families.sparse import (
     LATENT,
+    LOCAL,
     MLP_TYPES,
     NO_BIASES,
     SIGMOID_EXPERTS,
     SIGMOID_NAMES,
 )
-from trainer.hugging_face.config_json import Entries
+from trainer.hugging_face.config_json import Entries, entries_of
 from trainer.hugging_face.pairs import HFTensor
 
 _LINEAR = "linear_attention"
@@ -64,8 +65,7 @@ def _read_qwen(config: Entries, *, by_head: bool) -> Fields:
         (FULL, _LINEAR),
         full_every(config, _LINEAR, config.whole("full_attention_interval", 4)),
     )
-    sizes = {field: config.whole(key) for key, field in _QWEN.items()}
-    linear = GatedDeltaArgs(**sizes, by_head=by_head)
+    linear = GatedDeltaArgs(**config.wholes(_QWEN), by_head=by_head)
     if linear.value_heads % linear.key_heads:
         raise ConfigError(
             f"{config.file}: linear_num_value_heads = {linear.value_heads} must be a multiple of "
@@ -75,8 +75,7 @@ def _read_qwen(config: Entries, *, by_head: bool) -> Fields:
 
 
 def _write_qwen(args: TransformerArgs) -> Fields:
-    sizes = {key: getattr(args.linear, field) for key, field in _QWEN.items()}
-    return {"layer_types": _types(args), **sizes}
+    return {"layer_types": _types(args), **entries_of(args.linear, _QWEN)}
 
 
 # Full attention has gates, and norms of queries and keys; all norms of the hidden size count from one.
@@ -188,6 +187,14 @@ class _KimiLinear(HFDecoder):
 # ---- Granite 4: Mamba-2 in nine of ten layers, with experts or without
 
 
+_MAMBA_SIZES = {
+    "mamba_n_heads": "heads",
+    "mamba_d_state": "state_dim",
+    "mamba_n_groups": "groups",
+    "mamba_d_conv": "kernel",
+}
+
+
 def _read_mamba(config: Entries) -> Fields:
     n_layers = config.whole("num_hidden_layers")
     assumed = config.content.get("layers_block_type") or [_MAMBA[0]] * n_layers
@@ -195,17 +202,15 @@ def _read_mamba(config: Entries) -> Fields:
     config.only("mamba_proj_bias", False)
     config.only("time_step_limit", None, *([0.0, infinite] for infinite in _INFINITE))
     heads = config.whole("mamba_n_heads")
-    groups = config.whole("mamba_n_groups")
     inner = config.whole("mamba_expand") * config.whole("hidden_size")
-    if inner % heads or heads % groups:
+    biases = config.switch("mamba_conv_bias")
+    sizes = config.wholes(_MAMBA_SIZES)
+    linear = MambaArgs(head_dim=inner // heads, convolution_bias=biases, **sizes)
+    if inner % heads or heads % linear.groups:
         raise ConfigError(
             f"{config.file}: mamba_n_heads = {heads} must divide mamba_expand * hidden_size = {inner}, and be a "
-            f"multiple of mamba_n_groups = {groups}"
+            f"multiple of mamba_n_groups = {linear.groups}"
         )
-    state = config.whole("mamba_d_state")
-    kernel = config.whole("mamba_d_conv")
-    biases = config.switch("mamba_conv_bias")
-    linear = MambaArgs(heads, inner // heads, state, groups, kernel, biases)
     rotates = config.only("position_embedding_type", "nope", "rope") == "rope"
     are_linear = [kind in _MAMBA for kind in kinds]
     return {
@@ -220,15 +225,16 @@ def _write_mamba(args: TransformerArgs) -> Fields:
     return {
         "layer_types": _types(args),
         "position_embedding_type": "rope" if True in rotates else None,
-        "mamba_n_heads": linear.heads,
+        **entries_of(linear, _MAMBA_SIZES),
         "mamba_d_head": linear.head_dim,
         "mamba_expand": max(linear.heads * linear.head_dim // args.dim, 1),
-        "mamba_d_state": linear.state_dim,
-        "mamba_n_groups": linear.groups,
-        "mamba_d_conv": linear.kernel,
         "mamba_conv_bias": linear.convolution_bias,
         "mamba_proj_bias": False,
     }
+
+
+GRANITE_SHARED = {"shared_intermediate_size": "shared_dim"}
+_GRANITE = expert_keys(*LOCAL) | GRANITE_SHARED
 
 
 def _read_granite_experts(config: Entries) -> Fields:
@@ -236,22 +242,12 @@ def _read_granite_experts(config: Entries) -> Fields:
     shared = config.whole("shared_intermediate_size")
     if not config.content.get("num_local_experts"):
         return {"ffn_hidden_dim": shared}
-    keys = "num_local_experts", "num_experts_per_tok", "intermediate_size"
-    return {
-        "experts": ExpertArgs(*map(config.whole, keys), shared_dim=shared),
-        **read_balance(config),
-    }
+    return {"experts": ExpertArgs(**config.wholes(_GRANITE)), **read_balance(config)}
 
 
-def _write_granite_experts(args: TransformerArgs) -> dict[str, Any]:
+def _write_granite_experts(args: TransformerArgs) -> Fields:
     of = args.experts or ExpertArgs(0, 0, args.ffn_hidden_dim, shared_dim=args.ffn_hidden_dim)
-    return {
-        "num_local_experts": of.number,
-        "num_experts_per_tok": of.per_token,
-        "intermediate_size": of.hidden_dim,
-        "shared_intermediate_size": of.shared_dim,
-        "router_aux_loss_coef": args.router_aux_loss_coef,
-    }
+    return entries_of(of, _GRANITE) | {"router_aux_loss_coef": args.router_aux_loss_coef}
 
 
 GRANITE_NAMES = {

@@ -150,7 +150,7 @@ def key_sources(kinds: Sequence[LayerKind]) -> dict[int, int]:
     Args:
         kinds: The kind of each layer.
     """
-    own: dict[bool, int] = {}
+    own = {}
     sources = {}
     for number, kind in enumerate(kinds):
         if kind.shares_keys:
@@ -183,7 +183,7 @@ def configured_fields(args: Any, settings: Model) -> dict[str, Any]:
     Raises:
         ConfigError: A setting is not for this model.
     """
-    asked: dict[str, Any] = {}
+    asked = {}
     refused = ["attention_sinks", "short_conv_kernel"] * (args.latent is not None)
     refused += ["sliding_window"] * (args.index is not None)
     for key in refused:

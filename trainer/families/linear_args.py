@@ -1,10 +1,9 @@
 """Arguments of the layers of linear attention. Torch-free."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from trainer.families.mixers import Mixer, Shapes
+from trainer.families.mixers import Mixer, Names, Shapes, Sizes
 
 
 class LinearArgs(Mixer):
@@ -24,7 +23,7 @@ class LinearArgs(Mixer):
         """Number of states of a layer, K and V."""
         raise NotImplementedError
 
-    def convolved(self) -> dict[str, int]:
+    def convolved(self) -> Sizes:
         """Return the channels of each convolution by its name, in the order of the tensor that some files have."""
         raise NotImplementedError
 
@@ -59,7 +58,7 @@ class GatedDeltaArgs(LinearArgs):
     by_head: bool = True
     """Whether two matrices have all rows, key head after key head (Qwen3-Next). False: each part has a matrix."""
     convolution_bias = False
-    names: ClassVar[Mapping[str, str]] = {
+    names: ClassVar[Names] = {
         "in_qkvz": "linear_attn.in_proj_qkvz",
         "in_ba": "linear_attn.in_proj_ba",
         **{f"in_{part}": "linear_attn.in_proj_qkv" for part in "qkv"},
@@ -83,11 +82,11 @@ class GatedDeltaArgs(LinearArgs):
         """Sizes of a sequence's state: heads, and rows and columns of a head's matrix."""
         return self.value_heads, self.key_dim, self.value_dim
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> Sizes:
         """Return the key heads."""
         return {"key heads of linear attention": self.key_heads}
 
-    def convolved(self) -> dict[str, int]:
+    def convolved(self) -> Sizes:
         """Return the channels of the convolutions of queries, keys and values."""
         keys = self.key_heads * self.key_dim
         return {"q": keys, "k": keys, "v": self.value_heads * self.value_dim}
@@ -130,7 +129,7 @@ class KimiDeltaArgs(LinearArgs):
     kernel: int = 4
     convolution_bias = False
     gates = "wb", "f_a", "f_b", "g_a", "g_b"
-    names: ClassVar[Mapping[str, str]] = {
+    names: ClassVar[Names] = {
         **{f"w{part}": f"self_attn.{part}_proj" for part in "qkvbo"},
         **{part: f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
         **{f"{part}_conv": f"self_attn.{part}_conv1d" for part in "qkv"},
@@ -144,11 +143,11 @@ class KimiDeltaArgs(LinearArgs):
         """Sizes of a sequence's state: heads, and rows and columns of a head's matrix."""
         return self.heads, self.head_dim, self.head_dim
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> Sizes:
         """Return the heads."""
         return {"heads of linear attention": self.heads}
 
-    def convolved(self) -> dict[str, int]:
+    def convolved(self) -> Sizes:
         """Return the channels of the convolutions of queries, keys and values."""
         return dict.fromkeys("qkv", self.heads * self.head_dim)
 
@@ -194,7 +193,7 @@ class MambaArgs(LinearArgs):
     kernel: int = 4
     convolution_bias: bool = True
     gates: ClassVar[tuple[str, ...]] = ("in_dt",)
-    names: ClassVar[Mapping[str, str]] = {
+    names: ClassVar[Names] = {
         **{f"in_{part}": "mamba.in_proj" for part in ("z", "x", "b", "c", "dt")},
         **{f"{part}_conv": "mamba.conv1d" for part in "xbc"},
         **{f"{part}_bias.weight": "mamba.conv1d.bias" for part in "xbc"},
@@ -210,12 +209,12 @@ class MambaArgs(LinearArgs):
         """Sizes of a sequence's state: heads, and rows and columns of a head's matrix."""
         return self.heads, self.state_dim, self.head_dim
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> Sizes:
         """Return the heads, and several groups of heads."""
         groups = {"groups of heads of Mamba": self.groups} if self.groups > 1 else {}
         return {"heads of Mamba": self.heads, **groups}
 
-    def convolved(self) -> dict[str, int]:
+    def convolved(self) -> Sizes:
         """Return the channels of the convolutions of x, B and C."""
         group_channels = self.groups * self.state_dim
         return {"x": self.heads * self.head_dim, "b": group_channels, "c": group_channels}

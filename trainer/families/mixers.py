@@ -6,6 +6,8 @@ from typing import ClassVar, Protocol
 
 Shapes = dict[str, tuple[int, int]]
 """(outputs, inputs) of linear modules, by name."""
+Sizes = dict[str, int]
+Names = Mapping[str, str]
 
 
 class Mixer(Protocol):
@@ -16,7 +18,7 @@ class Mixer(Protocol):
 
     is_recurrent: ClassVar[bool]
     """Whether a state of fixed size replaces keys and values: linear attention."""
-    names: ClassVar[Mapping[str, str]]
+    names: ClassVar[Names]
     """Modules, or their parameters -> their names in a layer of Hugging Face's files, where families agree."""
     window: int | None
     """Tokens that a token sees, itself included. None: all tokens before it."""
@@ -48,7 +50,7 @@ class Mixer(Protocol):
             seq_len: Number of tokens of a sequence.
         """
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> Sizes:
         """Return the sizes that tensor-parallel ranks divide, by their names in messages."""
 
 
@@ -97,7 +99,7 @@ class AttentionArgs:
     """Whether each head's output is multiplied by a sigmoid (arXiv 2505.06708). Its rows in `wq` follow the query's."""
 
     is_recurrent = False
-    names: ClassVar[Mapping[str, str]] = {
+    names: ClassVar[Names] = {
         "wq": "self_attn.q_proj",
         "wk": "self_attn.k_proj",
         "wv": "self_attn.v_proj",
@@ -158,7 +160,7 @@ class AttentionArgs:
         each_key = 12.0 * self.n_heads * self.head_dim
         return each_key * seq_len, each_key * visible_keys(self.window, seq_len)
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> Sizes:
         """Return the query heads and the key/value heads."""
         return {"attention heads": self.n_heads, "key/value heads": self.n_kv_heads}
 
@@ -238,7 +240,7 @@ class LatentAttentionArgs:
     rope_theta: float | None = None
 
     is_recurrent = False
-    names: ClassVar[Mapping[str, str]] = {
+    names: ClassVar[Names] = {
         "wq": "self_attn.q_proj",
         "wq_a": "self_attn.q_a_proj",
         "q_a_norm": "self_attn.q_a_layernorm",
@@ -287,7 +289,7 @@ class LatentAttentionArgs:
         each_key = 6.0 * self.n_heads * (self.latent.head_dim + self.latent.value_dim)
         return each_key * seq_len, each_key * visible_keys(self.window, seq_len)
 
-    def tensor_parallel_sizes(self) -> dict[str, int]:
+    def tensor_parallel_sizes(self) -> Sizes:
         """Return the heads."""
         return {"attention heads": self.n_heads}
 
@@ -311,7 +313,7 @@ class SparseAttentionArgs(LatentAttentionArgs):
 
     index: IndexArgs = field(kw_only=True)
 
-    names: ClassVar[Mapping[str, str]] = LatentAttentionArgs.names | {
+    names: ClassVar[Names] = LatentAttentionArgs.names | {
         "indexer.queries": "self_attn.indexer.wq_b",
         "indexer.keys": "self_attn.indexer.wk",
         "indexer.key_norm": "self_attn.indexer.k_norm",

@@ -9,8 +9,8 @@ from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
 from trainer.config.toml import load_toml
-from trainer.families import combinations, dense, hybrid, sparse, sparse_attention
-from trainer.families.args import DecoderArgs, ModelArgs
+from trainer.families import combinations, dense, hybrid, sparse
+from trainer.families.args import ModelArgs
 from trainer.families.decoder_args import sizes
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.hugging_face.config_json import HFConfig
@@ -28,7 +28,7 @@ class Family:
     """None: transformers does not have the family. With an `HFDecoder` the spec also gets the names of tensors."""
 
 
-_DECODERS = dense.FAMILIES | sparse.FAMILIES | sparse_attention.FAMILIES | hybrid.FAMILIES
+_DECODERS = dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES
 _DECODERS |= combinations.FAMILIES
 MODELS: Registry[Family] = Registry(
     "model",
@@ -207,17 +207,3 @@ def flavor_args(model: Model, folder: ModelFolder | None = None) -> ModelArgs:
             f"{did_you_mean(model.flavor, flavors)}{beside}"
         )
     return flavors[model.flavor]
-
-
-def model_args(model: Model, *, vocab_size: int, max_seq_len: int) -> DecoderArgs:
-    """Return the arguments of the configured language model, with the overrides of table `[model]`.
-
-    Args:
-        model: Table `[model]`.
-        vocab_size: Number of tokens of the vocabulary.
-        max_seq_len: Longest sequence, in tokens.
-
-    Raises:
-        ConfigError: No model or flavor has this name, or it does not have a setting.
-    """
-    return flavor_args(model).configured(model, vocab_size=vocab_size, max_seq_len=max_seq_len)

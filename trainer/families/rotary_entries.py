@@ -58,6 +58,11 @@ def rotary_share(config: Entries) -> float:
 
 
 KINDS = "default", "linear", "llama3", "yarn", "longrope"
+_NUMBERS = {
+    "llama3": {"low_freq_factor": None, "high_freq_factor": None},
+    "yarn": {"beta_fast": 32.0, "beta_slow": 1.0},
+}
+"""Numbers of a kind, which are fields of `RopeScaling` too -> the usual one. None: the entry is needed."""
 """Types of rotary positions that most architectures support."""
 
 
@@ -87,19 +92,14 @@ def rotary(config: Entries, kinds: Sequence[str] = KINDS) -> tuple[float, RopeSc
     scaling = replace(
         scaling, original_max_seq_len=table.whole("original_max_position_embeddings", longest)
     )
+    numbers = {key: float(table.number(key, usual)) for key, usual in _NUMBERS[kind].items()}
+    scaling = replace(scaling, **numbers)
     if kind == "llama3":
-        low, high = (
-            float(table.number(key)) for key in ("low_freq_factor", "high_freq_factor")
-        )
-        return theta, replace(scaling, low_freq_factor=low, high_freq_factor=high)
-    fast = float(table.number("beta_fast", 32.0))
-    slow = float(table.number("beta_slow", 1.0))
+        return theta, scaling
     truncate = bool(table.only("truncate", True, False))
     score_entry = table.content.get("mscale_all_dim")
     return theta, replace(
         scaling,
-        beta_fast=fast,
-        beta_slow=slow,
         truncate=truncate,
         attention_factor=_attention_factor(table),
         mscale_all_dim=float(table.number("mscale_all_dim")) if score_entry else 0.0,
@@ -165,11 +165,9 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling.kind == "linear":
         return entries
     entries["original_max_position_embeddings"] = scaling.original_max_seq_len
+    entries |= {key: getattr(scaling, key) for key in _NUMBERS.get(scaling.kind, ())}
     if scaling.kind == "llama3":
-        return entries | {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-        }
+        return entries
     if scaling.kind == "longrope":
         entries |= {
             "short_factor": [*scaling.short_factors],
@@ -177,9 +175,21 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
         }
         own = scaling.attention_factor
         return entries if own is None else entries | {"attention_factor": own}
-    entries |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     if scaling.attention_factor is not None:
         entries["attention_factor"] = scaling.attention_factor
     if scaling.mscale_all_dim:
         entries["mscale_all_dim"] = scaling.mscale_all_dim
     return entries if scaling.truncate else entries | {"truncate": False}
+
+
+def write_local_tables(args: Any, otherwise: float) -> dict[str, Any]:
+    """Return the rotary tables of both kinds of layers.
+
+    Args:
+        args: The arguments of the model.
+        otherwise: Theta of layers with a window, if no layer has its own.
+    """
+    own = {kind.rope_theta for kind in args.kinds} - {None}
+    local = {"rope_type": "default", "rope_theta": own.pop() if own else otherwise}
+    whole = rope_entries(args.rope_scaling) | {"rope_theta": args.rope_theta}
+    return {"rope_parameters": {FULL: whole, SLIDING: local}}

@@ -1,4 +1,7 @@
-"""Architectures of transformers with experts; sizes.toml has the sizes and their sources. Torch-free."""
+"""Architectures of transformers with experts; sizes.toml has the sizes and their sources. Torch-free.
+
+In the last ones an indexer chooses the keys of attention.
+"""
 
 from trainer.config.errors import ConfigError
 from trainer.families.config_parts import (
@@ -12,17 +15,23 @@ from trainer.families.config_parts import (
     Fields,
     Part,
     always,
+    expert_keys,
     experts,
     only,
     read_experts,
+    read_layer_types,
     switch,
     windows,
 )
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
-from trainer.families.mixers import LatentArgs
-from trainer.hugging_face.config_json import Entries
+from trainer.families.dense import NO_MLP_BIAS
+from trainer.families.mixers import IndexArgs, LatentArgs
+from trainer.hugging_face.config_json import Entries, entries_of
+
+_SIGMOID = expert_keys("n_routed_experts", "moe_intermediate_size")
+_SIGMOID |= {"n_group": "groups", "topk_group": "groups_per_token"}
 
 
 def _read_sigmoid(config: Entries) -> Fields:
@@ -34,12 +43,9 @@ def _read_sigmoid(config: Entries) -> Fields:
         )
     chosen_experts = read_experts(
         config,
-        "n_routed_experts",
-        "moe_intermediate_size",
+        _SIGMOID,
         normalise=config.switch("norm_topk_prob"),
         sigmoid=True,
-        groups=config.whole("n_group"),
-        groups_per_token=config.whole("topk_group"),
         scale=float(config.number("routed_scaling_factor")),
         shared_dim=config.whole("n_shared_experts") * config.whole("moe_intermediate_size"),
     )
@@ -50,15 +56,9 @@ def _read_sigmoid(config: Entries) -> Fields:
 
 
 def _write_sigmoid(args: TransformerArgs) -> Fields:
-    return {
-        "n_routed_experts": args.experts.number,
-        "num_experts_per_tok": args.experts.per_token,
-        "moe_intermediate_size": args.experts.hidden_dim,
+    others = {"norm_topk_prob": "normalise", "routed_scaling_factor": "scale"}
+    return entries_of(args.experts, _SIGMOID | others) | {
         "n_shared_experts": max(args.experts.shared_dim // args.experts.hidden_dim, 1),
-        "norm_topk_prob": args.experts.normalise,
-        "n_group": args.experts.groups,
-        "topk_group": args.experts.groups_per_token,
-        "routed_scaling_factor": args.experts.scale,
         "first_k_dense_replace": sum(not kind.experts for kind in args.kinds),
     }
 
@@ -73,38 +73,30 @@ SIGMOID_NAMES = {
 }
 
 
+_MLP_TYPES = "mlp_layer_types"
+
+
 def _read_mlp_types(config: Entries) -> Fields:
-    kinds = config.content.get("mlp_layer_types")
-    if kinds is None:
+    if config.content.get(_MLP_TYPES) is None:
         return {}
-    n_layers = config.whole("num_hidden_layers")
-    if (
-        not isinstance(kinds, list)
-        or len(kinds) != n_layers
-        or not {"dense", "sparse"}.issuperset(kinds)
-    ):
-        raise ConfigError(
-            f"{config.file}: mlp_layer_types = {kinds!r} is not supported; it must be 'dense' or 'sparse' for each "
-            f"of {n_layers} layers"
-        )
+    kinds = read_layer_types(config, ("dense", "sparse"), (), _MLP_TYPES)
     return {"layers": {"experts": [kind == "sparse" for kind in kinds]}}
 
 
-def _write_mlp_types(args: TransformerArgs) -> Fields:
-    return {"mlp_layer_types": ["sparse" if kind.experts else "dense" for kind in args.kinds]}
-
-
-MLP_TYPES = Part(_read_mlp_types, _write_mlp_types)
+MLP_TYPES = Part(
+    _read_mlp_types,
+    lambda args: {_MLP_TYPES: ["sparse" if kind.experts else "dense" for kind in args.kinds]},
+)
 """Layers with experts by name. If a file has no entry, an earlier part decides."""
 
 
 _LATENT = {
     "kv_lora_rank": "rank",
-    "q_lora_rank": "query_rank",
     "qk_nope_head_dim": "nope_dim",
     "qk_rope_head_dim": "rope_dim",
     "v_head_dim": "value_dim",
 }
+_QUERY_RANK = {"q_lora_rank": "query_rank"}
 
 
 def _read_latent(config: Entries) -> Fields:
@@ -113,10 +105,8 @@ def _read_latent(config: Entries) -> Fields:
             f"{config.file}: num_key_value_heads = {config.content['num_key_value_heads']!r} must be "
             f"num_attention_heads = {config.whole('num_attention_heads')}: a latent is for all heads"
         )
-    keys = [
-        key for key in _LATENT if key != "q_lora_rank" or config.content.get(key) is not None
-    ]
-    latent = LatentArgs(**{_LATENT[key]: config.whole(key) for key in keys})
+    has_query_rank = config.content.get("q_lora_rank") is not None
+    latent = LatentArgs(**config.wholes(_LATENT | _QUERY_RANK if has_query_rank else _LATENT))
     if latent.rope_dim % 2 or latent.value_dim > latent.head_dim:
         raise ConfigError(
             f"{config.file}: qk_rope_head_dim = {latent.rope_dim} must be even, and v_head_dim = {latent.value_dim} at "
@@ -125,13 +115,16 @@ def _read_latent(config: Entries) -> Fields:
     return {"latent": latent, "head_size": None}
 
 
-def _write_latent(args: TransformerArgs) -> Fields:
-    sizes = {key: getattr(args.latent, field) for key, field in _LATENT.items()}
-    return {"head_dim": args.latent.rope_dim, **sizes}
-
-
 NO_BIASES = only("attention_bias", False, written=True)
-LATENT = Part(_read_latent, _write_latent, ("latent", "latent attention"))
+PAIRS = only("rope_interleave", True, written=True)
+QKV_BIASES = switch("attention_bias", "attention_bias")
+LATENT = Part(
+    _read_latent,
+    lambda args: (
+        {"head_dim": args.latent.rope_dim} | entries_of(args.latent, _LATENT | _QUERY_RANK)
+    ),
+    ("latent", "latent attention"),
+)
 FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": args.mtp_layers})
 
 
@@ -140,9 +133,13 @@ def _read_switched_window(config: Entries) -> Fields:
     return {"sliding_window": config.whole("sliding_window") if on else None}
 
 
-def _write_switched_window(args: TransformerArgs) -> Fields:
-    window = args.sliding_window
-    return {"use_sliding_window": window is not None, "sliding_window": window}
+_SWITCHED_WINDOW = Part(
+    _read_switched_window,
+    lambda args: {
+        "use_sliding_window": args.sliding_window is not None,
+        "sliding_window": args.sliding_window,
+    },
+)
 
 
 def _read_minimax(config: Entries) -> Fields:
@@ -174,7 +171,7 @@ FAMILIES = {
             always(qk_norm=True),
             BIASES,
             experts("num_experts", "moe_intermediate_size", NORMALISE),
-            Part(_read_switched_window, _write_switched_window),
+            _SWITCHED_WINDOW,
             SPARSE_LAYERS,
         ),
     ),
@@ -223,12 +220,7 @@ FAMILIES = {
     "glm4_moe": HFDecoder(
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        (
-            SIGMOID_EXPERTS,
-            switch("use_qk_norm", "qk_norm"),
-            switch("attention_bias", "attention_bias"),
-            FURTHER,
-        ),
+        (SIGMOID_EXPERTS, switch("use_qk_norm", "qk_norm"), QKV_BIASES, FURTHER),
         names=SIGMOID_NAMES,
         rotates_a_share=True,
         further=FURTHER_AS_LAYERS,
@@ -247,14 +239,51 @@ FAMILIES = {
     "deepseek_v3": HFDecoder(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        (
-            only("rope_interleave", True, written=True),
-            SIGMOID_EXPERTS,
-            NO_BIASES,
-            LATENT,
-            FURTHER,
-        ),
+        (PAIRS, SIGMOID_EXPERTS, NO_BIASES, LATENT, FURTHER),
         names=SIGMOID_NAMES,
         further=FURTHER_AS_LAYERS,
     ),
+}
+
+
+_INDEX = {"index_n_heads": "n_heads", "index_head_dim": "head_dim", "index_topk": "per_query"}
+_KINDS = ("indexed_attention", "deepseek_sparse_attention")
+"""Names of the only kind of layers: of transformers 5, and in some published files."""
+
+
+def _read_index(config: Entries, *, adjacent_pairs: bool) -> Fields:
+    n_layers = config.whole("num_hidden_layers")
+    config.only("layer_types", None, *([kind] * n_layers for kind in _KINDS))
+    config.only("indexer_types", None, ["full"] * n_layers)
+    config.only("index_topk_freq", None, 1)
+    config.only("index_topk_pattern", None, "F" * n_layers)
+    config.only("indexer_rope_interleave", adjacent_pairs)
+    sizes = config.wholes(_INDEX)
+    rotated = config.whole("qk_rope_head_dim")
+    config.whole("q_lora_rank")  # the indexer reads the latents of queries
+    if sizes["head_dim"] < rotated:
+        raise ConfigError(
+            f"{config.file}: index_head_dim = {sizes['head_dim']} must be at least qk_rope_head_dim = {rotated}"
+        )
+    return {"index": IndexArgs(**sizes, adjacent_pairs=adjacent_pairs)}
+
+
+def _decoder(model_type: str, architecture: str, *, adjacent_pairs: bool) -> HFDecoder:
+    index = Part(
+        lambda config: _read_index(config, adjacent_pairs=adjacent_pairs),
+        lambda args: entries_of(args.index, _INDEX),
+        ("index", "an indexer"),
+    )
+    return HFDecoder(
+        model_type,
+        architecture,
+        (SIGMOID_EXPERTS, MLP_TYPES, NO_BIASES, NO_MLP_BIAS, LATENT, index, FURTHER),
+        names=SIGMOID_NAMES,
+        further=FURTHER_AS_LAYERS,
+    )
+
+
+FAMILIES |= {
+    "deepseek_v32": _decoder("deepseek_v32", "DeepseekV32ForCausalLM", adjacent_pairs=False),
+    "glm_moe_dsa": _decoder("glm_moe_dsa", "GlmMoeDsaForCausalLM", adjacent_pairs=True),
 }

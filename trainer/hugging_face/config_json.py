@@ -62,6 +62,14 @@ class Entries:
             raise ConfigError(f"{self.file}: {key} = {value!r} must be at most {most:,}")
         return value
 
+    def wholes(self, keys: Mapping[str, str]) -> dict[str, int]:
+        """Return several whole numbers above 0 by other names.
+
+        Args:
+            keys: Key of each entry -> the other name.
+        """
+        return {name: self.whole(key) for key, name in keys.items()}
+
     def switch(self, key: str) -> bool:
         """Return whether a switch is on; missing or null means off.
 
@@ -109,6 +117,16 @@ class Entries:
                 f"{self.file}: {key} = {value!r} is not supported; it must be {words}"
             )
         return value
+
+
+def entries_of(record: Any, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Return the entries that `Entries.wholes` reads.
+
+    Args:
+        record: Has the values as attributes. None: every value is None.
+        keys: Key of each entry -> name of the attribute.
+    """
+    return {key: getattr(record, name, None) for key, name in keys.items()}
 
 
 class HFConfig(Protocol):

@@ -19,8 +19,18 @@ from torch.futures import Future
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.pairs import LEFT_ASIDE, HFModel, check_shapes
-from trainer.hugging_face.parts import FLOATS, dtype_of, read_part, read_rows, wider_types
-from trainer.hugging_face.quantised import BLOCKS, SCALES, dequantise, shapes_of, with_scales
+from trainer.hugging_face.parts import (
+    BLOCKS,
+    FLOATS,
+    SCALES,
+    dequantise,
+    dtype_of,
+    read_part,
+    read_rows,
+    shapes_of,
+    wider_types,
+    with_scales,
+)
 from trainer.hugging_face.stored import Stored
 
 _ROWS = 4096  # rows that are compared at once
@@ -123,26 +133,22 @@ class HFReader(FileSystemReader):
         lengths = shape if lengths is None else lengths
         if hf.stacked:
             return self._read_stacked(hf.stacked, shape, offsets, lengths)
+        first, *others = offsets
+        within_rows = _places([0, *others], lengths)
         if hf.name not in self._stored:
-            return hf.from_hf(self._dequantised(hf.name, offsets[0], lengths[0]))[
-                _places([0, *offsets[1:]], lengths)
-            ]
+            return hf.from_hf(self._dequantised(hf.name, first, lengths[0]))[within_rows]
         stored = self._stored[hf.name]
         if hf.same_layout or 0 in lengths:
-            return read_part(stored, [hf.first_row + offsets[0], *offsets[1:]], lengths)
+            return read_part(stored, [hf.first_row + first, *others], lengths)
         if hf.keeps_rows:
-            part = read_rows(stored, offsets[0], lengths[0])
-            return hf.from_hf(part)[_places([0, *offsets[1:]], lengths)]
+            return hf.from_hf(read_rows(stored, first, lengths[0]))[within_rows]
         if not hf.moves_rows:
             whole = hf.from_hf(read_rows(stored, 0, stored.shape[0]))
             return whole[_places(offsets, lengths)]
-        rows = hf.from_hf(torch.arange(shape[0]))[offsets[0] : offsets[0] + lengths[0]]
+        rows = hf.from_hf(torch.arange(shape[0]))[first : first + lengths[0]]
         first = rows.min().item()
-        part = read_part(
-            stored,
-            [hf.first_row + first, *offsets[1:]],
-            [rows.max().item() + 1 - first, *lengths[1:]],
-        )
+        size = rows.max().item() + 1 - first
+        part = read_part(stored, [hf.first_row + first, *others], [size, *lengths[1:]])
         return part[rows - first]
 
     def _read_stacked(

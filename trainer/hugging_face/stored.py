@@ -74,7 +74,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         raise ConfigError(
             f"{folder} holds two sets of weights, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
         )
-    tensors: dict[str, Stored] = {}
+    tensors = {}
     for name in sorted(set(map(str, files.values()))):
         if Path(name).name != name:
             raise ConfigError(

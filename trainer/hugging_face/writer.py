@@ -191,8 +191,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
             f"{source} has no tensor {_EMBEDDING}, so that no rows can be added; name a language model"
         )
     if quantised := next(
-        (name for name, stored in tensors.items() if stored.dtype not in FLOATS),
-        None,
+        (name for name, stored in tensors.items() if stored.dtype not in FLOATS), None
     ):
         raise ConfigError(
             f"{source} has quantised weights, such as {quantised} in {tensors[quantised].dtype}, to which "

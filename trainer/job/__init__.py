@@ -3,6 +3,5 @@
 from longshard.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__,
-    {"record": "ResolvedJob", "resolution": "resolve"},
+    __name__, {"record": "ResolvedJob", "resolution": "resolve"}
 )

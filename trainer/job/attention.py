@@ -23,6 +23,7 @@ from longshard.sharding.errors import OptionError
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.families.args import ModelArgs, has_windows, latent_of, widest_head, windows_of
+from trainer.job.degrees import divisors
 from trainer.job.sparse_attention import is_sparse, resolve_sparse
 
 # Assumed number of tiles in the largest stage, to choose a kernel before documents are known. With 131,072 tokens in
@@ -108,7 +109,7 @@ def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallel
     two_level = METHODS[named].two_level
     degree = parallelism.context_parallel_degree
     if two_level and (len(hybrid) != 2 or min(hybrid) < 2 or hybrid[0] * hybrid[1] != degree):
-        fitting = [[d, degree // d] for d in range(2, degree) if degree % d == 0]
+        fitting = [[d, degree // d] for d in divisors(degree)[1:-1]]
         raise ConfigError(
             f"parallelism.context_parallel_hybrid_degrees = {list(hybrid)} must be degrees [all_to_all, ring], "
             f"each at least 2, whose product is parallelism.context_parallel_degree = {degree}; "

@@ -5,7 +5,6 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
-from typing import Any
 
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, MissingFile
@@ -147,7 +146,7 @@ def conversation_notes(config: JobConfig) -> list[str]:
     Args:
         config: The configuration of the run.
     """
-    notes: dict[str, dict[str, Any]] = {}
+    notes = {}
     number = 0
     started = time.monotonic()
     for source in training_data(config):

@@ -75,6 +75,15 @@ class Degrees:
         )
 
 
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, from the lowest.
+
+    Args:
+        number: The number, at least 1.
+    """
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
 def resolve_degrees(
     parallelism: Parallelism, world_size: int, ep: int | None = None
 ) -> Degrees:
@@ -150,9 +159,8 @@ def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
             continue
         fitting = world_size // others
         if len(free) < len(named):
-            divisors = (number for number in range(1, fitting + 1) if fitting % number == 0)
             fitting = min(
-                divisors, key=lambda divisor: (abs(math.log(divisor / named[name])), divisor)
+                divisors(fitting), key=lambda divisor: abs(math.log(divisor / named[name]))
             )
         single.append(f"{_words(name)} = {fitting}")
     if single:

@@ -7,7 +7,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import ModelArgs, experts_of
 from trainer.families.feed_forward_args import ExpertArgs
-from trainer.job.degrees import Degrees
+from trainer.job.degrees import Degrees, divisors
 
 
 def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
@@ -28,9 +28,7 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     common = math.gcd(experts.number, ranks)
     if common % ep:
-        fitting = ", ".join(
-            str(degree) for degree in range(1, common + 1) if common % degree == 0
-        )
+        fitting = ", ".join(map(str, divisors(common)))
         raise ConfigError(
             f"parallelism.expert_parallel_degree = {ep} must divide the {experts.number} experts of model.flavor = "
             f"{config.model.flavor!r} and the {ranks} ranks of the FSDP, CP and TP degrees together; degrees that fit: "

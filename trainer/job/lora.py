@@ -164,7 +164,7 @@ def weight_shapes(model: ModelArgs, tp: int = 1) -> dict[str, Shape]:
         model: The arguments of the model.
         tp: The tensor-parallel degree.
     """
-    shapes: dict[str, Shape] = dict(model.linear_shapes(tp))
+    shapes = dict(model.linear_shapes(tp))
     if (experts := experts_of(model)) is not None:
         hidden = experts.hidden_dim
         dim = model.dim

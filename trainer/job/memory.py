@@ -5,7 +5,6 @@ NCCL and the CUDA context take themselves is not counted.
 """
 
 import math
-from collections.abc import Sequence
 
 from trainer.config.errors import ConfigError
 from trainer.config.transforms import NF4_BLOCK, NF4_BYTES
@@ -128,7 +127,7 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
         tp: The tensor-parallel degree. Sizes are one rank's part, but sizes of experts are whole.
     """
     gates = {"gate", "shared_gate", *getattr(getattr(model, "linear", None), "gates", ())}
-    names: dict[str, Sequence[int]] = dict(weight_shapes(model, tp))
+    names = dict(weight_shapes(model, tp))
     if (latent := getattr(model, "latent", None)) is not None:
         up = latent.up_projection(model.n_heads) // tp
         names |= {
@@ -144,7 +143,7 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
 
 def _by_module(sizes: dict[str, int]) -> dict[str, int]:
     """Sum the sizes of linear modules, by name, over each module that a pipeline can place."""
-    sums: dict[str, int] = {}
+    sums = {}
     for name, size in sizes.items():
         module = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
         sums[module] = sums.get(module, 0) + size

@@ -13,8 +13,11 @@ from itertools import accumulate, pairwise, zip_longest
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.families.args import ModelArgs, is_further
+from trainer.job.degrees import divisors
 
 _KEY = "parallelism.pipeline_parallel_"
+Stages = tuple[tuple[str, ...], ...]
+"""Names of the modules of each stage."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ SCHEDULES = {
 class PipelinePlan:
     """The stages of a pipeline, their modules and ranks, and the number of micro-batches of one pass."""
 
-    stages: tuple[tuple[str, ...], ...]
+    stages: Stages
     """Module names of each stage, in the order of the forward."""
     ranks: tuple[int, ...]
     """The pipeline rank of each stage."""
@@ -162,7 +165,7 @@ def pipeline_plan(
 def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
     size = parallelism.pipeline_parallel_microbatch_size
     if batch_size % size:
-        fitting = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+        fitting = ", ".join(map(str, divisors(batch_size)))
         raise ConfigError(
             f"{_KEY}microbatch_size = {size} must divide training.local_batch_size = {batch_size}; use one of {fitting}"
         )
@@ -196,9 +199,7 @@ def _check_micro_batches(
         )
 
 
-def _stages(
-    parallelism: Parallelism, modules: Sequence[str], default: int
-) -> tuple[tuple[str, ...], ...]:
+def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> Stages:
     """Return the modules of each stage: the listed ones, or all modules divided over `default` stages."""
     listed = parallelism.pipeline_parallel_module_fqns
     if listed and parallelism.pipeline_parallel_layers_per_stage:
@@ -208,7 +209,7 @@ def _stages(
     return _listed(listed, modules) if listed else _divided(parallelism, modules, default)
 
 
-def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _listed(listed: Sequence[str], modules: Sequence[str]) -> Stages:
     stages = tuple(tuple(name.strip() for name in stage.split(",")) for stage in listed)
     names = [name for stage in stages for name in stage]
     for name in names:
@@ -226,9 +227,7 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> tuple[tuple[str, .
     return stages
 
 
-def _divided(
-    parallelism: Parallelism, modules: Sequence[str], number: int
-) -> tuple[tuple[str, ...], ...]:
+def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> Stages:
     """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer."""
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first = modules.index(layers[0])

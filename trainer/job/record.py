@@ -1,12 +1,12 @@
 """`ResolvedJob`, the record of all decisions before ranks start, and `TaskSpec`, which makes the decisions of a task.
 
-`resolution.py` fills in and checks the record. Torch-free.
+The steps of `resolution.py` fill in a `Draft`, and check it. Torch-free.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 from longshard.context.planning.mask import Mask
@@ -132,7 +132,7 @@ class ResolvedJob(TaskDecisions):
     @property
     def tokens_of_a_pass(self) -> int:
         """Tokens of one forward of a rank."""
-        rows: float = self.config.training.local_batch_size
+        rows = self.config.training.local_batch_size
         if self.balances:
             rows *= BALANCE_GROWTH
         if self.pipeline is not None:
@@ -293,3 +293,56 @@ class TaskSpec(ABC):
         Args:
             job: The resolved job.
         """
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A configuration, its ranks, and the decisions so far."""
+
+    config: JobConfig
+    world_size: int
+    device_type: str
+    node: int
+    """Ranks on one node."""
+    missing: list[str] | None = None
+    """Collects messages about files that this machine lacks, for a check of a job elsewhere. None: they are errors."""
+    data_checked: bool = False
+    """Whether another process of this machine has checked the data."""
+    weights_checked: bool = False
+    """Whether another process of this machine has checked the files of weights and checkpoints."""
+    folder: ModelFolder | None = None
+    """The Hugging Face folder that gives the sizes of the model; None if a flavor by name gives them."""
+    task: TaskSpec | None = None
+    model: ModelArgs | None = None
+    degrees: Degrees | None = None
+    decisions: TaskDecisions = field(default_factory=TaskDecisions)
+    compilation: CompileOptions | None = None
+    notes: tuple[str, ...] = ()
+
+    def noted(self, *notes: str) -> "Draft":
+        """Return the draft with further notes for the log.
+
+        Args:
+            *notes: A line each.
+        """
+        return replace(self, notes=(*self.notes, *notes))
+
+    def resolved(self, config: JobConfig) -> ResolvedJob:
+        """Return the resolved job.
+
+        Args:
+            config: The configuration, with a decision in place of each "auto".
+        """
+        return ResolvedJob(
+            user_config=self.config,
+            config=config,
+            degrees=replace(self.degrees, cp_a2a=self.decisions.head_degree),
+            device_type=self.device_type,
+            node=self.node,
+            folder=self.folder,
+            task=self.task,
+            model=self.model,
+            compilation=self.compilation,
+            notes=self.notes,
+            **vars(self.decisions),
+        )

@@ -16,14 +16,13 @@ from trainer.config.schema import JobConfig
 from trainer.config.values import shown
 from trainer.families.args import ModelArgs, experts_of, windows_of
 from trainer.families.registry import MODELS, ModelFolder, flavor_args, from_path, model_folder
-from trainer.job.degrees import GPUS_OF_A_NODE, resolve_degrees
-from trainer.job.draft import Draft
+from trainer.job.degrees import GPUS_OF_A_NODE, divisors, resolve_degrees
 from trainer.job.experts import check_experts, note_of_router
 from trainer.job.files import check_checkpoint, check_checkpoint_keys, check_dump_folder
 from trainer.job.incompatible import FIRST_KEYS, refuse_incompatible
 from trainer.job.language import Language
 from trainer.job.preferences import Preferences
-from trainer.job.record import ResolvedJob, TaskSpec
+from trainer.job.record import Draft, ResolvedJob, TaskSpec
 from trainer.job.training import (
     adapters_by_adamw,
     check_batch,
@@ -179,7 +178,7 @@ def _effects(draft: Draft) -> Draft:
         return draft
     config = _with_windows_of_flavor(draft.config, draft.folder)
     # keys by their first condition that does not hold
-    without_effect: dict[Condition, list[str]] = {}
+    without_effect = {}
     for name, key in keys_of(type(config)).items():
         unmet = (each for each in key.when if not each.holds(config, draft.degrees))
         condition = next(unmet, None)
@@ -211,7 +210,7 @@ def _tensor_parallel_sizes(draft: Draft) -> None:
     common = math.gcd(*sizes.values())
     for kind, size in sizes.items():
         if size % tp:
-            fitting = [str(degree) for degree in range(1, common + 1) if common % degree == 0]
+            fitting = map(str, divisors(common))
             raise ConfigError(
                 f"parallelism.tensor_parallel_degree = {tp} must divide the {size} {kind} of model.flavor = "
                 f"{draft.config.model.flavor!r}; degrees that fit this model: {', '.join(fitting)}"

@@ -10,19 +10,17 @@ from trainer.families.registry import base_weights
 from trainer.job.lora import adapter_sizes
 from trainer.job.memory import matrix_sizes
 from trainer.job.record import ResolvedJob, size_words
-from trainer.runtime.console import TOPIC, paragraphs
+from trainer.runtime.console import TOPIC, line_width, paragraphs
 from trainer.runtime.dump_folder import TENSORBOARD
 from trainer.stores.folder import checkpoint_folder, step_to_load
 
-WIDTH = 100
 
-
-def summary(job: ResolvedJob, width: int = WIDTH) -> str:
+def summary(job: ResolvedJob, width: int | None = None) -> str:
     """Return one paragraph for each decision.
 
     Args:
         job: The resolved job.
-        width: Most characters of a line.
+        width: Most characters of a line. None: the width of the console.
     """
     task_topics = dict(job.task.describe(job))
     topics = {
@@ -42,7 +40,7 @@ def summary(job: ResolvedJob, width: int = WIDTH) -> str:
         "checkpoints": _checkpoints(job),
         "memory": _memory(job),
     }
-    return paragraphs(topics.items(), width)
+    return paragraphs(topics.items(), width or line_width())
 
 
 def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:

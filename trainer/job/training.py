@@ -22,15 +22,16 @@ def check_schedule(config: JobConfig) -> None:
         ConfigError: They do not fit.
     """
     schedule = config.lr_scheduler
-    start = config.lr_scheduler.restart_step
-    steps = config.training.steps - start
+    start = schedule.restart_step
+    last = config.training.steps
+    steps = last - start
     total_key = "lr_scheduler.total_steps"
-    total = schedule.length(config.training.steps)
+    total = schedule.length(last)
     after = " less lr_scheduler.restart_step" * (start > 0)
     if start and min(steps, total) < 1:
         raise ConfigError(
             f"lr_scheduler.restart_step = {start} leaves the schedule no step of training.steps = "
-            f"{config.training.steps}; raise these and total_steps, or name the last step of the run that is continued"
+            f"{last}; raise these and total_steps, or name the last step of the run that is continued"
         )
     if schedule.total_steps is None:
         if schedule.warmup_steps >= steps:
@@ -56,7 +57,7 @@ def check_schedule(config: JobConfig) -> None:
     if total < steps and decay and schedule.min_lr_factor == 0:
         raise ConfigError(
             f"lr_scheduler.total_steps = {schedule.total_steps} leaves a learning rate of 0 for the rest of "
-            f"training.steps = {config.training.steps}; use at least {config.training.steps}, or an "
+            f"training.steps = {last}; use at least {config.training.steps}, or an "
             "lr_scheduler.min_lr_factor above 0, such as 0.1"
         )
 

@@ -17,14 +17,13 @@ from longshard.context.planning.options import ContextParallelOptions
 from trainer.families.layers import NormArgs
 from trainer.families.mixers import AttentionArgs, SharedKeysArgs
 from trainer.models.cached import Cached
-from trainer.models.initialization import Branch
+from trainer.models.initialization import Branch, Filled
 from trainer.models.norms import NormOfHeads, build_rms_norm
 from trainer.models.rotary import apply_rope, apply_rope_to_halves
 from trainer.models.short_convolution import ShortConvolution
-from trainer.models.weights import Weights
 from trainer.parallel.tensor_parallel import (
-    LocalParameter,
-    ShardedNorm,
+    LOCAL_PARAMETER,
+    SHARDED_NORM,
     Styles,
     sequence_gathered,
 )
@@ -137,20 +136,6 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, **options)
 
 
-class AttentionSinks(Weights):
-    """One logit per head, (H,), of a key without a value that every token sees (as in GPT-OSS)."""
-
-    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Set the logits to zero.
-
-        Args:
-            name: Name of the parameter in this module.
-            parameter: (H,), filled in place.
-            generator: Not used.
-        """
-        parameter.zero_()
-
-
 class Attention(Branch):
     """Grouped-query attention with rotary positions.
 
@@ -192,7 +177,8 @@ class Attention(Branch):
         elif args.qk_norm:
             self.q_norm = build_rms_norm(norms, args.head_dim)
             self.k_norm = build_rms_norm(norms, args.head_dim)
-        self.sinks = AttentionSinks(args.n_heads) if args.sinks else None
+        # one logit per head, (H,), of a key without a value that every token sees (as in GPT-OSS)
+        self.sinks = Filled(args.n_heads, 0.0) if args.sinks else None
         kernel = args.short_conv_kernel
         self.short_conv = ShortConvolution(queries, keys, kernel) if kernel else None
         self.inner_attention = InnerAttention(args.window, args.softcap)
@@ -241,14 +227,20 @@ class Attention(Branch):
             q = self.rotate(q, freqs_cis)
             k = self.rotate(k, freqs_cis)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # (B, H, S, D), (B, K, S, D)
+        out = self._attended(q, k, v, attention_plan)
+        out = out * gate.sigmoid() if self.args.gate else out
+        out = self.wo(out, **adapter_inputs)  # (B, S, dim)
+        return (out, k, v) if self.gives_keys else out
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_plan: Tensor | None
+    ) -> Tensor:
+        """Return the output of all heads, (B, S, H * D)."""
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention.run(
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
         )
-        out = out.transpose(1, 2).flatten(2)
-        out = out * gate.sigmoid() if self.args.gate else out
-        out = self.wo(out, **adapter_inputs)  # (B, S, dim)
-        return (out, k, v) if self.gives_keys else out
+        return out.transpose(1, 2).flatten(2)
 
     def rows_of_heads(self) -> dict[str, list[int]]:
         """Return the numbers of rows that one head has in each parameter.
@@ -274,11 +266,11 @@ class Attention(Branch):
         styles = sequence_gathered("wq", *self._keys_and_values())
         for name in ("sinks", "short_conv.q", "short_conv.k", "short_conv.v"):
             if getattr(self, name.partition(".")[0]) is not None:
-                styles[name] = LocalParameter()
+                styles[name] = LOCAL_PARAMETER
         if self.q_norm is not None:
             # The norm is over all heads, or over D of (B, S, H, D). Each rank has the gradient of its own heads.
             norm = (
-                ShardedNorm()
+                SHARDED_NORM
                 if self.args.norm_all_heads
                 else SequenceParallel(sequence_dim=2, use_local_output=True)
             )
@@ -340,8 +332,5 @@ class SharedKeysAttention(Attention):
         q = q if self.q_norm is None else self.q_norm(q)
         if self.rotate is not None:
             q = self.rotate(q, freqs_cis.narrow(-3, 0, q.shape[1]))
-        sinks = self.sinks() if self.sinks is not None else None
-        out = self.inner_attention.run(
-            q.transpose(1, 2), *keys, scale=self.args.scale, sinks=sinks, plan=attention_plan
-        )
-        return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)
+        out = self._attended(q.transpose(1, 2), *keys, attention_plan)
+        return self.wo(out, **adapter_inputs)

@@ -8,30 +8,15 @@ The layer has the norm before the dense network, and the norm behind the sum.
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor.parallel import SequenceParallel
 
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.layers import NormArgs
+from trainer.models.initialization import Filled
 from trainer.models.moe import MoE, Router
 from trainer.models.norms import build_norm, build_rms_norm
-from trainer.models.weights import Weights
-from trainer.parallel.tensor_parallel import Replicated, Styles, tokens_divided
-
-
-class ExpertScales(Weights):
-    """A factor of the weights of each expert, (E,)."""
-
-    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Set the factors to one.
-
-        Args:
-            name: Name of the parameter in this module.
-            parameter: (E,), filled in place.
-            generator: Not used.
-        """
-        parameter.fill_(1.0)
+from trainer.parallel.tensor_parallel import LOCAL_COPY, Styles, tokens_divided
 
 
 class ScaledRouter(Router):
@@ -48,7 +33,7 @@ class ScaledRouter(Router):
         super().__init__(dim, args, **rates)
         self.input_norm = build_rms_norm(norms, dim)
         self.input_scale = dim**-0.5
-        self.scales = ExpertScales(args.number)
+        self.scales = Filled(args.number, 1.0)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token, see `Router.forward`.
@@ -76,13 +61,7 @@ class ExpertsBesideDense(MoE):
     """
 
     def __init__(
-        self,
-        dim: int,
-        args: ExpertArgs,
-        norms: NormArgs,
-        *,
-        branches: int = 1,
-        **rates: float,
+        self, dim: int, args: ExpertArgs, norms: NormArgs, *, branches: int = 1, **rates: float
     ) -> None:
         super().__init__(dim, args, branches=branches, **rates)
         self.router = ScaledRouter(dim, args, norms, **rates)
@@ -91,11 +70,7 @@ class ExpertsBesideDense(MoE):
         self.shared_norm = build_norm(norms, dim)
 
     def forward(
-        self,
-        x: Tensor,
-        positions: Tensor | None = None,
-        *,
-        residual: Tensor,
+        self, x: Tensor, positions: Tensor | None = None, *, residual: Tensor
     ) -> Tensor:
         """Return the output, (B, S, dim).
 
@@ -113,6 +88,6 @@ class ExpertsBesideDense(MoE):
     def tensor_parallel_styles(self) -> Styles:
         """Return how tensor-parallel ranks divide it, see `MoE`."""
         rows = SequenceParallel(sequence_dim=0, use_local_output=True)
-        own = {"router.input_norm": rows, "router.scales": Replicated(is_local=True)}
+        own = {"router.input_norm": rows, "router.scales": LOCAL_COPY}
         norms = tokens_divided(("norm_before", "norm_after", "shared_norm"))
         return super().tensor_parallel_styles() | own | norms

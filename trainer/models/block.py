@@ -7,6 +7,7 @@ Each norm is optional. A mixer is attention or linear attention. A third branch 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +27,10 @@ from trainer.families.mixers import (
 from trainer.models.attention import Attention, SharedKeysAttention
 from trainer.models.beside_dense import ExpertsBesideDense
 from trainer.models.feed_forward import FeedForward, gated
-from trainer.models.latent_attention import LatentAttention
+from trainer.models.latent_attention import LatentAttention, SparseAttention
 from trainer.models.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from trainer.models.moe import MoE
 from trainer.models.norms import build_norm
-from trainer.models.sparse_attention import SparseAttention
 from trainer.models.tiles import in_tiles
 from trainer.parallel.tensor_parallel import Styles, tokens_divided
 
@@ -78,12 +78,13 @@ class TransformerBlock(nn.Module):
         record = args.layer(layer)
         norms = record.norms
         build = MIXERS[type(record.mixer)]
-        self.attention_norm = build_norm(norms, args.dim) if norms.before else None
+        norm = partial(build_norm, norms, args.dim)
+        self.attention_norm = norm() if norms.before else None
         self.attention = build(args.dim, record.mixer, norms, branches=2 * args.n_layers)
-        self.attention_post_norm = build_norm(norms, args.dim) if norms.after else None
-        self.ffn_norm = build_norm(norms, args.dim) if norms.before else None
+        self.attention_post_norm = norm() if norms.after else None
+        self.ffn_norm = norm() if norms.before else None
         self.feed_forward = build_feed_forward(args, record.feed_forward)
-        self.ffn_post_norm = build_norm(norms, args.dim) if norms.after else None
+        self.ffn_post_norm = norm() if norms.after else None
         self.has_experts = record.has_experts
         self.theta = record.mixer.rope_theta
         self.residual_scale = args.residual_scale
@@ -95,7 +96,7 @@ class TransformerBlock(nn.Module):
         if record.input_dim:
             self.input_gate = nn.Linear(args.dim, record.input_dim, bias=False)
             self.input_projection = nn.Linear(record.input_dim, args.dim, bias=False)
-            self.input_norm = build_norm(norms, args.dim)
+            self.input_norm = norm()
         self.register_buffer("layer_scalar", torch.ones(1) if args.layer_scalar else None)
         self.tiles = 1
         """Parts of the sequence in which the norm, the feed-forward network and the residual sum are computed."""
@@ -133,10 +134,7 @@ class TransformerBlock(nn.Module):
         return (x, *own_keys) if own_keys else x
 
     def _with_network(
-        self,
-        x: Tensor,
-        positions: Tensor | None,
-        adapter_inputs: Mapping[str, Tensor],
+        self, x: Tensor, positions: Tensor | None, adapter_inputs: Mapping[str, Tensor]
     ) -> Tensor:
         """Add the output of the experts, or of the feed-forward network, to x, (B, S, dim)."""
         if self.has_experts:

@@ -50,7 +50,7 @@ def cached(model: nn.Module, steps: Mapping[type[Cached], Step]) -> Iterator[Non
         for kind, step in steps.items()
         if isinstance(module, kind)
     }
-    used: set[nn.Module] = set()
+    used = set()
 
     def noted(module: nn.Module, *inputs: object, **settings: object) -> Tensor:
         used.add(module)

@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from longshard.sharding.exchange import all_gather
@@ -107,7 +107,7 @@ def apply_chunked_loss(
 
     The loop over the chunks is one forward of the module: FSDP gathers the weight once, and reduces its gradient once.
     Without labels the module returns logits as before; with labels it also takes `factors`, see `Chunks`. Call it
-    before `fully_shard`. With tensor parallelism the module has the style `VocabularyParallel`.
+    before `fully_shard`. With tensor parallelism the module has the style `VOCABULARY_PARALLEL`.
 
     Args:
         output: The projection.
@@ -127,9 +127,7 @@ def apply_chunked_loss(
     functions = ChunkFunctions.of(compilation)
 
     def forward(
-        hidden: Tensor,
-        labels: Tensor | None = None,
-        factors: tuple[float, ...] = (1.0,),
+        hidden: Tensor, labels: Tensor | None = None, factors: tuple[float, ...] = (1.0,)
     ) -> Tensor:
         if labels is None:
             return to_logits(hidden)
@@ -176,13 +174,7 @@ class _Gradients:
         )
         self.done = 0
 
-    def add(
-        self,
-        grad_logits: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        factor: float,
-    ) -> None:
+    def add(self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, factor: float) -> None:
         """Add a chunk. Its hidden states are zero for tokens that must not change the weight's gradient."""
         if self.hidden is not None:
             rows = self.hidden[self.done : self.done + len(hidden)]
@@ -248,7 +240,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx: torch.autograd.function.FunctionCtx, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, lse = ctx.saved_tensors
-        chunks: Chunks = ctx.chunks
+        chunks = ctx.chunks
         # The forward's gradients fit a backward of summed losses: then `grad` is one number in memory for all tokens.
         gradients = ctx.gradients
         ctx.gradients = None

@@ -84,11 +84,7 @@ def chunk_gradient(
 
 
 def chunk_at_once(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    softcap: float,
-    z_loss: float = 0.0,
+    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the statistics of a chunk, and softmax - one-hot, (T, vocab), in the model's dtype.
 

@@ -96,10 +96,9 @@ class Transformer(nn.Module):
         self.output = kind(args.dim, args.vocab_size)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.thetas = sorted(
-            {theta for i in all_layers(args) if (theta := args.layer(i).mixer.rope_theta)}
-        )
-        for theta in (None, *self.thetas):
+        own = {theta for i in all_layers(args) if (theta := args.layer(i).mixer.rope_theta)}
+        self.thetas = None, *sorted(own)
+        for theta in self.thetas:
             pairs = sum(args.rotary_sizes(theta)) // 2
             self.register_buffer(_own(theta), torch.empty(pairs), persistent=False)
         self.rotary_dtype = torch.float32
@@ -129,11 +128,12 @@ class Transformer(nn.Module):
         embedded = ()
         if next_tokens is not None and self.tok_embeddings is not None:
             x = torch.cat([tokens, *next_tokens.unbind(-1)])
-        x = x if self.tok_embeddings is None else self._embedded(x)
+        if self.tok_embeddings is not None:
+            x = _scaled(self.tok_embeddings(x), self.args.embedding_scale)
         if next_tokens is not None:
             x, *embedded = x.chunk(1 + next_tokens.shape[-1])
         own_inputs = self._layer_inputs(tokens, x)
-        keys_of: dict[int, Sequence[Tensor]] = {}
+        keys_of = {}
 
         def through(number: str, x: Tensor) -> Tensor:
             own = self._inputs_of(int(number), own_inputs, keys_of) | adapter_inputs
@@ -156,14 +156,8 @@ class Transformer(nn.Module):
             x = self._with_further(x, embedded, through)
         return x if self.args.logits_divisor == 1 else x / self.args.logits_divisor
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
-        return _scaled(self.tok_embeddings(tokens), self.args.embedding_scale)
-
     def _with_further(
-        self,
-        x: Tensor,
-        embedded: Sequence[Tensor],
-        through: Callable[[str, Tensor], Tensor],
+        self, x: Tensor, embedded: Sequence[Tensor], through: Callable[[str, Tensor], Tensor]
     ) -> Tensor:
         """Return x, and after it the hidden states of further tokens: (B (1 + K), S, dim)."""
         hidden = [x]
@@ -173,10 +167,7 @@ class Transformer(nn.Module):
         return torch.cat(hidden)
 
     def _inputs_of(
-        self,
-        layer: int,
-        own_inputs: Tensor | None,
-        keys_of: Mapping[int, Sequence[Tensor]],
+        self, layer: int, own_inputs: Tensor | None, keys_of: Mapping[int, Sequence[Tensor]]
     ) -> dict[str, Any]:
         """Return what a layer gets besides the output of the layer before: its own input, and shared keys."""
         own = {} if own_inputs is None else {"layer_input": own_inputs[:, :, layer]}
@@ -197,10 +188,7 @@ class Transformer(nn.Module):
         return (context + own.unflatten(-1, each)) * 2**-0.5
 
     def _freqs_cis(
-        self,
-        tokens: Tensor,
-        positions: Tensor | None,
-        attention_plan: Tensor | None,
+        self, tokens: Tensor, positions: Tensor | None, attention_plan: Tensor | None
     ) -> dict[float | None, Tensor]:
         """Return the rotary tables that these layers use, by their own base.
 
@@ -212,15 +200,17 @@ class Transformer(nn.Module):
             # With tensor parallelism, the hidden states of a later stage may have only some of the sequence.
             length = self.args.max_seq_len if self.tok_embeddings is None else tokens.shape[1]
             positions = torch.arange(length, device=tokens.device)
-        kinds = {None: (self.frequencies, self.args.rope_scaling)}
-        kinds |= {theta: (self.get_buffer(_own(theta)), None) for theta in self.thetas}
         used = {layer.theta for layer in self.layers.values()}
-        tables = {theta: kind for theta, kind in kinds.items() if theta in used}
-        dtype = self.rotary_dtype
-        unrotated = {theta: self.args.rotary_sizes(theta)[1] for theta in tables}
         return {
-            theta: freqs_cis_at(positions, *kind, dtype, unrotated=unrotated[theta])
-            for theta, kind in tables.items()
+            theta: freqs_cis_at(
+                positions,
+                self.get_buffer(_own(theta)),
+                self.args.rope_scaling if theta is None else None,
+                self.rotary_dtype,
+                unrotated=self.args.rotary_sizes(theta)[1],
+            )
+            for theta in self.thetas
+            if theta in used
         }
 
     def init_buffers(self, device: torch.device) -> None:
@@ -229,14 +219,8 @@ class Transformer(nn.Module):
         Args:
             device: The device of the buffers.
         """
-        args = self.args
         self.rotary_dtype = wide_type(next(self.parameters()).dtype)
-        self._set_frequencies(args.max_seq_len, device)
-        for theta in self.thetas:
-            rotated, unrotated = args.rotary_sizes(theta)
-            setattr(
-                self, _own(theta), rope_frequencies(rotated, theta, None, unrotated).to(device)
-            )
+        self._set_frequencies(self.args.max_seq_len, device)
         for layer in self.layers.values():
             if layer.layer_scalar is not None:
                 layer.layer_scalar = torch.ones(1, dtype=self.rotary_dtype, device=device)
@@ -264,11 +248,11 @@ class Transformer(nn.Module):
 
     def _set_frequencies(self, longest: int, device: torch.device) -> None:
         args = self.args
-        rotated, unrotated = args.rotary_sizes(None)
-        frequencies = rope_frequencies(
-            rotated, args.rope_theta, args.rope_scaling, unrotated, longest
-        )
-        self.frequencies = frequencies.to(device)
+        for theta in self.thetas:
+            rotated, unrotated = args.rotary_sizes(theta)
+            kind = (args.rope_theta, args.rope_scaling) if theta is None else (theta, None)
+            frequencies = rope_frequencies(rotated, *kind, unrotated, longest)
+            setattr(self, _own(theta), frequencies.to(device))
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Set norms to one; draw embeddings of unit scale, and an output whose logits are small.

@@ -110,12 +110,8 @@ class Experts(nn.Module):
         if name in ("b13", "b2"):
             parameter.zero_()
         else:
-            draw(
-                parameter,
-                generator,
-                fan_in=parameter.shape[2],
-                branches=self.branches if name == "w2" else 1,
-            )
+            branches = self.branches if name == "w2" else 1
+            draw(parameter.flatten(0, 1), generator, branches=branches)
 
     def sums(
         self,

@@ -18,22 +18,15 @@ from trainer.parallel.tensor_parallel import preserve_ties
 from trainer.transforms.lora import init_adapter, is_adapter
 
 
-def draw(
-    parameter: Tensor,
-    generator: torch.Generator,
-    *,
-    fan_in: int | None = None,
-    branches: int = 1,
-) -> None:
+def draw(parameter: Tensor, generator: torch.Generator, *, branches: int = 1) -> None:
     """Draw a matrix that keeps the scale of activations.
 
     Args:
         parameter: (outputs, ...), filled in place.
         generator: The source of random numbers.
-        fan_in: Inputs of an output; by default the product of all dimensions except the first.
         branches: For the last matrix of a residual branch: number of branches, whose sum keeps the scale. Otherwise 1.
     """
-    inputs = parameter[0].numel() if fan_in is None else fan_in
+    inputs = parameter[0].numel()
     parameter.normal_(0.0, 1.0 / math.sqrt(inputs * branches), generator=generator)
 
 
@@ -126,3 +119,46 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
         if hasattr(module, "init_parameter"):
             return module, ".".join(parts[depth:])
     raise TypeError(f"{type(model).__name__} has no method init_parameter, which draws {name}")
+
+
+class Weights(nn.Module):
+    """A module that returns its parameter.
+
+    With tensor parallelism it returns the rows of this rank's heads or channels.
+
+    Args:
+        *shape: The shape of the parameter.
+    """
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self) -> torch.Tensor:
+        """Return the parameter."""
+        return self.weight
+
+
+class Filled(Weights):
+    """A 1-D parameter that begins with one value everywhere.
+
+    Args:
+        size: Number of elements.
+        value: The value.
+    """
+
+    def __init__(self, size: int, value: float) -> None:
+        super().__init__(size)
+        self.value = value
+
+    def init_parameter(
+        self, name: str, parameter: torch.Tensor, generator: torch.Generator
+    ) -> None:
+        """Set the parameter.
+
+        Args:
+            name: Name of the parameter in this module.
+            parameter: (size,), filled in place.
+            generator: Not used.
+        """
+        parameter.fill_(self.value)

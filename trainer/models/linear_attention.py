@@ -4,8 +4,7 @@ The kinds are Gated DeltaNet, Kimi Delta Attention and Mamba-2. Each computes qu
 tokens in `mixed`; `longshard.context.linear_attention` computes the recurrence, with a plan over all ranks.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,22 +15,73 @@ from longshard.context.convolution import ContextParallelConvolution
 from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.linear_attention import linear_attention
 from longshard.context.planning.options import ContextParallelOptions
-from longshard.sharding.tensors import wide
+from longshard.sharding.tensors import wide, wide_type
 from trainer.families.layers import NormArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, LinearArgs, MambaArgs
 from trainer.models.cached import Cached
-from trainer.models.decay import Decay
-from trainer.models.initialization import Branch
+from trainer.models.initialization import Branch, Filled, Weights
 from trainer.models.norms import NormOfHeads
 from trainer.models.short_convolution import InnerConvolution, Taps
-from trainer.models.weights import Weights
 from trainer.parallel.tensor_parallel import (
-    LocalParameter,
-    Replicated,
-    ShardedNorm,
+    LOCAL_COPY,
+    LOCAL_PARAMETER,
+    REPLICATED,
+    SHARDED_NORM,
     Styles,
     sequence_gathered,
 )
+
+Where = Mapping[str, Tensor | None]
+"""Positions and plan of the tokens."""
+
+
+class Decay(nn.Module):
+    """Logarithms of decays, -e^a_log * step, with step = softplus(x + dt_bias) (Mamba, arXiv 2312.00752).
+
+    The parameters are in float32 or wider, and are never rounded to the dtype of the computation, because e^a_log
+    multiplies a sum over all tokens.
+
+    Args:
+        heads: H.
+        channels: Number of decays of a head.
+    """
+
+    float32_at_least = True
+
+    def __init__(self, heads: int, channels: int = 1) -> None:
+        super().__init__()
+        self.channels = channels
+        self.a_log = Weights(heads)
+        self.dt_bias = Weights(heads * channels)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logarithms of decays and steps, (B, S, H) each. With several channels (B, S, H, channels).
+
+        Args:
+            x: (B, S, H * channels).
+        """
+        rate = self.a_log()
+        dt_bias = self.dt_bias()
+        dtype = torch.promote_types(x.dtype, wide_type(rate.dtype))
+        step = F.softplus(x.to(dtype) + dt_bias.to(dtype))
+        rate = rate.to(dtype).exp()
+        if self.channels > 1:
+            step = step.unflatten(-1, (-1, self.channels))
+            rate = rate.unsqueeze(-1)
+        return -rate * step, step
+
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
+        """Draw `a_log` as the logarithm of uniform numbers; set `dt_bias` to one.
+
+        Args:
+            name: Name of the parameter in this module.
+            parameter: 1-D, filled in place.
+            generator: The source of random numbers.
+        """
+        if name == "a_log.weight":
+            parameter.uniform_(0.01, 16.0, generator=generator).log_()
+        else:
+            parameter.fill_(1.0)
 
 
 class InnerLinearAttention(Cached):
@@ -50,8 +100,9 @@ class InnerLinearAttention(Cached):
 class LinearAttention(Branch):
     """The shared parts of all kinds: matrices, short convolutions, decays, the recurrence, and the division over ranks.
 
-    Class attributes, names of modules: `divided`: their rows belong to heads, and tensor-parallel ranks divide them;
-    `whole`: each rank has them whole, and uses them for its own heads; `first`: matrices before a divided one.
+    The rows of linear modules and of `Weights` belong to heads, and tensor-parallel ranks divide them, except two
+    attributes, names of modules: `whole`: each rank has them whole, and uses them for its own heads; `first`: matrices
+    before a divided one.
 
     Args:
         dim: Channels of the hidden states.
@@ -60,7 +111,6 @@ class LinearAttention(Branch):
         branches: Residual branches of the model, see `initialization.draw`.
     """
 
-    divided: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     first: tuple[str, ...] = ()
 
@@ -78,7 +128,7 @@ class LinearAttention(Branch):
         for name, channels in args.convolved().items():
             self.add_module(f"{name}_conv", Taps(channels, args.kernel))
             if args.convolution_bias:
-                self.add_module(f"{name}_bias", Weights(channels))
+                self.add_module(f"{name}_bias", Filled(channels, 0.0))
         self.inner_convolution = InnerConvolution()
         self.inner_attention = InnerLinearAttention()
         self.add_own_parts(args, norms)
@@ -113,7 +163,7 @@ class LinearAttention(Branch):
         where = {"positions": positions, "plan": attention_plan}
         return self.wo(self.mixed(x, where, **adapter_inputs).to(x.dtype), **adapter_inputs)
 
-    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
         """Return the input of the output projection, (B, S, channels).
 
         Args:
@@ -123,7 +173,7 @@ class LinearAttention(Branch):
         """
         raise NotImplementedError
 
-    def convolve(self, parts: Sequence[Tensor], where: dict[str, Any]) -> tuple[Tensor, ...]:
+    def convolve(self, parts: Sequence[Tensor], where: Where) -> tuple[Tensor, ...]:
         """Return each part after its convolution and SiLU, (B, S, C).
 
         Args:
@@ -139,12 +189,14 @@ class LinearAttention(Branch):
 
     def tensor_parallel_styles(self) -> Styles:
         """Return how tensor-parallel ranks divide the heads, by names of modules."""
-        styles = sequence_gathered() | {"norm": self.norm_style}
-        for name in self.divided:
-            is_linear = isinstance(self.get_submodule(name), nn.Linear)
-            styles[name] = ColwiseParallel() if is_linear else LocalParameter()
-        styles |= {name: Replicated(is_local=True) for name in self.whole}
-        return styles | {name: Replicated(is_local=False) for name in self.first}
+        styles = {"norm": self.norm_style}
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                styles[name] = ColwiseParallel()
+            elif isinstance(module, Weights):
+                styles[name] = LOCAL_PARAMETER
+        styles |= dict.fromkeys(self.whole, LOCAL_COPY) | dict.fromkeys(self.first, REPLICATED)
+        return styles | sequence_gathered()
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
         """Return how context-parallel ranks share a sequence. The recurrence looks up its plan itself.
@@ -154,19 +206,6 @@ class LinearAttention(Branch):
             ranks: Number of context-parallel ranks.
         """
         return {"inner_convolution": ContextParallelConvolution()} if ranks > 1 else {}
-
-    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Set biases of convolutions to zero; draw the other parameters, see `Branch`.
-
-        Args:
-            name: Name of the parameter in this module.
-            parameter: The whole parameter, any shape, filled in place.
-            generator: The source of random numbers.
-        """
-        if name.endswith("_bias.weight"):
-            parameter.zero_()
-        else:
-            super().init_parameter(name, parameter, generator)
 
 
 class GatedDeltaNet(LinearAttention):
@@ -187,11 +226,8 @@ class GatedDeltaNet(LinearAttention):
         """
         self.decay = Decay(args.value_heads)
         self.norm = nn.RMSNorm(args.value_dim, eps=norms.eps)
-        matrices = [name for name in args.linear_shapes(1) if name != "wo"]
-        convolutions = [f"{part}_conv" for part in args.convolved()]
-        self.divided = (*matrices, *convolutions, "decay.a_log", "decay.dt_bias")
 
-    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
         """Return the gated norm of the recurrence, (B, S, channels).
 
         Args:
@@ -244,19 +280,6 @@ class GatedDeltaNet(LinearAttention):
 class KimiDeltaAttention(LinearAttention):
     """Kimi Delta Attention (arXiv 2510.26692): the delta rule, with a decay for each channel of a key."""
 
-    divided = (
-        "wq",
-        "wk",
-        "wv",
-        "wb",
-        "f_b",
-        "g_b",
-        "q_conv",
-        "k_conv",
-        "v_conv",
-        "decay.a_log",
-        "decay.dt_bias",
-    )
     first = "f_a", "g_a"
 
     def add_own_parts(self, args: KimiDeltaArgs, norms: NormArgs) -> None:
@@ -269,7 +292,7 @@ class KimiDeltaAttention(LinearAttention):
         self.decay = Decay(args.heads, args.head_dim)
         self.norm = nn.RMSNorm(args.head_dim, eps=norms.eps)
 
-    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
         """Return the gated norm of the recurrence, (B, S, channels).
 
         Args:
@@ -300,7 +323,7 @@ class Mamba2(LinearAttention):
     C, B and x of the paper are the queries, keys and values here; the values are multiplied by the step.
     """
 
-    norm_style = ShardedNorm()  # over all heads
+    norm_style = SHARDED_NORM  # over all heads
 
     def add_own_parts(self, args: MambaArgs, norms: NormArgs) -> None:
         """Make the decays, the skip connection and the norm.
@@ -314,23 +337,11 @@ class Mamba2(LinearAttention):
         self.norm_eps = norms.eps
         values = args.heads * args.head_dim
         self.norm = NormOfHeads(values, eps=norms.eps) if args.groups == 1 else Weights(values)
-        kinds = ("conv", "bias") if args.convolution_bias else ("conv",)
-        group_modules = "in_b", "in_c", *(f"{part}_{kind}" for part in "bc" for kind in kinds)
-        head_modules = (
-            "in_z",
-            "in_x",
-            "in_dt",
-            "skip",
-            "decay.a_log",
-            "decay.dt_bias",
-            *(f"x_{kind}" for kind in kinds),
-        )
-        self.whole = group_modules if args.groups == 1 else ()
-        self.divided = (
-            head_modules if args.groups == 1 else (*head_modules, *group_modules, "norm")
-        )
+        if args.groups == 1:
+            kinds = ("conv", "bias") if args.convolution_bias else ("conv",)
+            self.whole = "in_b", "in_c", *(f"{part}_{kind}" for part in "bc" for kind in kinds)
 
-    def mixed(self, x: Tensor, where: dict[str, Any], **adapter_inputs: Tensor) -> Tensor:
+    def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
         """Return the norm of the gated recurrence, (B, S, H * head_dim).
 
         Args:

@@ -38,9 +38,9 @@ def matrices_of(
         ConfigError: A module does not declare whether its parameter of two or more dimensions is a matrix, or two
             modules share a parameter and disagree.
     """
-    matrices: dict[nn.Parameter, tuple[Ranges, ...]] = {}
-    others: dict[nn.Parameter, str] = {}
-    gates: set[nn.Parameter] = set()
+    matrices = {}
+    others = {}
+    gates = set()
     for part in model_parts:
         output = getattr(part, "output", None)
         several = {}
@@ -54,9 +54,16 @@ def matrices_of(
                 if not parameter.requires_grad or parameter.ndim < 2 or parameter in gates:
                     continue
                 if names is None:
-                    raise ConfigError(_unknown(f"{name}.{own_name}", module))
+                    kind = type(module).__name__
+                    raise ConfigError(
+                        f"optimizer.name = 'Muon' does not know whether {name}.{own_name}, of a "
+                        f"module {kind}, is a matrix; give {kind} an attribute muon_matrices = "
+                        f"({own_name!r},), or () if AdamW is to update it"
+                    )
                 if own_name in names:
-                    matrices[parameter] = several.get(parameter) or _whole(parameter)
+                    # with leading dimensions, one matrix for each of their indices
+                    each = _by_heads(parameter, [parameter.shape[-2]], per_head=True)
+                    matrices[parameter] = several.get(parameter, each)
                 else:
                     others[parameter] = f"{name}.{own_name}"
     if twice := [name for parameter, name in others.items() if parameter in matrices]:
@@ -69,34 +76,12 @@ def matrices_of(
 
 def _names(module: nn.Module) -> Sequence[str] | None:
     """Return the names of the module's own parameters that are matrices. None if the module does not declare them."""
-    declared = getattr(module, "muon_matrices", None)
-    if declared is not None:
-        return declared
+    usual = None
     if isinstance(module, _NO_MATRICES):
-        return ()
-    if isinstance(module, nn.Linear):
-        return ("weight",)
-    return (
-        ()
-        if all(parameter.ndim < 2 for parameter in module.parameters(recurse=False))
-        else None
-    )
-
-
-def _unknown(name: str, module: nn.Module) -> str:
-    kind = type(module).__name__
-    return (
-        f"optimizer.name = 'Muon' does not know whether {name}, of a module {kind}, is a matrix; give {kind} an "
-        f"attribute muon_matrices = ({name.rpartition('.')[2]!r},), or () if AdamW is to update it"
-    )
-
-
-def _whole(parameter: nn.Parameter) -> tuple[Ranges, ...]:
-    """Return the parameter as one matrix. With leading dimensions, return one matrix for each of their indices."""
-    rows = parameter.shape[-2]
-    return tuple(
-        ((start, start + rows),) for start in range(0, parameter.shape[:-1].numel(), rows)
-    )
+        usual = ()
+    elif isinstance(module, nn.Linear):
+        usual = ("weight",)
+    return getattr(module, "muon_matrices", usual)
 
 
 def _rows_within(
@@ -105,27 +90,23 @@ def _rows_within(
     """Return the parameters below `module` that hold several matrices, with the rows of each matrix."""
     if isinstance(module, Experts):
         hidden = module.w13.shape[1] // 2
-        return {
-            module.w13: tuple(
-                ((start, start + hidden),)
-                for start in range(0, hidden * 2 * len(module.w13), hidden)
-            )
-        }
-    heads = getattr(module, "rows_of_heads", dict)()
-    return {
-        module.get_parameter(name): _by_heads(
-            module.get_parameter(name).shape[0], sizes, per_head
-        )
-        for name, sizes in heads.items()
-    }
+        return {module.w13: _by_heads(module.w13, [hidden], per_head=True)}
+    rows = {}
+    for name, sizes in getattr(module, "rows_of_heads", dict)().items():
+        parameter = module.get_parameter(name)
+        rows[parameter] = _by_heads(parameter, sizes, per_head=per_head)
+    return rows
 
 
-def _by_heads(rows: int, sizes: Sequence[int], per_head: bool) -> tuple[Ranges, ...]:
+def _by_heads(
+    parameter: nn.Parameter, sizes: Sequence[int], *, per_head: bool
+) -> tuple[Ranges, ...]:
     """Return the rows of each matrix. Head after head, each kind of matrix has sizes[kind] rows.
 
     per_head: each head's rows of a kind are one matrix, instead of the rows of all heads together.
     """
     kinds = [[] for _ in sizes]
+    rows = parameter.shape[:-1].numel()
     start = 0
     while start < rows:
         for kind, size in zip(kinds, sizes, strict=True):

@@ -143,7 +143,7 @@ def hf_model(spec: ModelSpec, args: Any) -> HFModel:
         )
     with torch.device("meta"):
         state = spec.build(args).state_dict(keep_vars=True)
-    names: dict[Tensor, list[str]] = {}
+    names = {}
     for name, x in state.items():
         names.setdefault(x, []).append(name)
     pairs = {}

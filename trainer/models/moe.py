@@ -77,7 +77,12 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, dim: int, args: ExpertArgs, *, aux_loss_coef: float, bias_update_rate: float
+        self,
+        dim: int,
+        args: ExpertArgs,
+        *,
+        aux_loss_coef: float = 0.0,
+        bias_update_rate: float = 0.0,
     ) -> None:
         super().__init__()
         self.args = args
@@ -87,9 +92,9 @@ class Router(nn.Module):
         self.bias_update_rate = bias_update_rate
         self.gate = Gate(dim, args.number, bias=args.biases)
         self.auxiliary = AuxiliaryLoss()
-        self.register_buffer("load", torch.empty(args.number))
-        self.register_buffer("mean_load", torch.empty(args.number), persistent=False)
-        self.register_buffer("selection_bias", torch.empty(args.number))
+        for name in ("load", "mean_load", "selection_bias"):
+            shares = torch.empty(args.number)
+            self.register_buffer(name, shares, persistent=name != "mean_load")
         self.register_buffer(
             "count", torch.empty(args.number, dtype=torch.int64), persistent=False
         )
@@ -178,24 +183,15 @@ class MoE(nn.Module):
     Args:
         dim: Channels of the hidden states.
         args: The sizes of the experts and of the shared expert.
-        aux_loss_coef: See `Router`.
-        bias_update_rate: See `Router`.
         branches: Residual branches of the model, see `initialization.draw`.
+        **rates: See `Router`.
     """
 
     def __init__(
-        self,
-        dim: int,
-        args: ExpertArgs,
-        *,
-        aux_loss_coef: float = 0.0,
-        bias_update_rate: float = 0.0,
-        branches: int = 1,
+        self, dim: int, args: ExpertArgs, *, branches: int = 1, **rates: float
     ) -> None:
         super().__init__()
-        self.router = Router(
-            dim, args, aux_loss_coef=aux_loss_coef, bias_update_rate=bias_update_rate
-        )
+        self.router = Router(dim, args, **rates)
         self.experts = Experts(dim, args, branches=branches)
         self.shared = (
             FeedForward(dim, DenseArgs(args.shared_dim, args.activation), branches=branches)

@@ -21,8 +21,8 @@ from trainer.families.decoder_tensors import hf_tensor
 from trainer.job.record import ResolvedJob
 from trainer.job.sparse_attention import trains_indexers_alone
 from trainer.models.chunked_loss import apply_chunked_loss
-from trainer.models.decay import Decay
 from trainer.models.decoder import Transformer
+from trainer.models.linear_attention import Decay
 from trainer.models.model_spec import ModelSpec
 from trainer.models.moe import ExpertBalance
 from trainer.models.tiles import compute_in_tiles, experts_in_tiles
@@ -36,7 +36,7 @@ from trainer.parallel.data_parallel import (
 from trainer.parallel.expert_parallel import ExpertParallel, expert_units
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.parallel.tensor_parallel import (
-    VocabularyParallel,
+    VOCABULARY_PARALLEL,
     apply_tensor_parallel,
     logits_layout,
     prefixed,
@@ -103,7 +103,7 @@ def _tensor_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> 
         ),
         **tokens_divided(("layer_projection", "layer_projection_norm")),
         "norm": SequenceParallel(use_local_output=True),  # a pipeline stage may end here
-        "output": VocabularyParallel() if job.loss_chunk_tokens else to_logits,
+        "output": VOCABULARY_PARALLEL if job.loss_chunk_tokens else to_logits,
     }
     styles = {
         name: style for name, style in ends.items() if getattr(model, name, None) is not None

@@ -152,15 +152,7 @@ def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
     Returns:
         (B, S, H, D), with the dtype of x.
     """
-    if torch.compiler.is_compiling():  # inductor fuses products of real numbers only
-        even, odd = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-        cos, sin = _over_heads(freqs_cis)
-        return (
-            torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-            .flatten(-2)
-            .type_as(x)
-        )
-    return _Rotation.apply(x, freqs_cis, _rotated_pairs)
+    return _rotated(x, freqs_cis, _rotated_pairs)
 
 
 def apply_rope_to_halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
@@ -173,30 +165,37 @@ def apply_rope_to_halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
     Returns:
         (B, S, H, D), with the dtype of x.
     """
+    return _rotated(x, freqs_cis, _rotated_halves)
+
+
+def _rotated(x: Tensor, freqs_cis: Tensor, rotate: Callable[..., Tensor]) -> Tensor:
     if torch.compiler.is_compiling():
-        return _rotated_halves(x, freqs_cis).type_as(x)
-    return _Rotation.apply(x, freqs_cis, _rotated_halves)
+        return rotate(x, freqs_cis).type_as(x)
+    return _Rotation.apply(x, freqs_cis, rotate)
 
 
 def _rotated_pairs(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """Return x rotated by one complex product, in the dtype of the angles.
 
-    It takes a third of the time of real products.
+    It takes a third of the time of real products, but inductor fuses only those.
     """
-    pairs = torch.view_as_complex(x.to(freqs_cis.dtype).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * torch.view_as_complex(freqs_cis.unsqueeze(-3))).flatten(
-        -2
-    )
+    pairs = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2))
+    if torch.compiler.is_compiling():
+        turned = torch.stack(_turned(*pairs.unbind(-1), freqs_cis), dim=-1)
+    else:
+        angles = torch.view_as_complex(freqs_cis.unsqueeze(-3))
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * angles)
+    return turned.flatten(-2)
 
 
 def _rotated_halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    first, second = x.to(freqs_cis.dtype).chunk(2, dim=-1)
-    cos, sin = _over_heads(freqs_cis)
-    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+    halves = x.to(freqs_cis.dtype).chunk(2, dim=-1)
+    return torch.cat(_turned(*halves, freqs_cis), dim=-1)
 
 
-def _over_heads(freqs_cis: Tensor) -> tuple[Tensor, ...]:
-    return freqs_cis.unsqueeze(-3).unbind(-1)
+def _turned(first: Tensor, second: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = freqs_cis.unsqueeze(-3).unbind(-1)
+    return first * cos - second * sin, first * sin + second * cos
 
 
 _PART = 1 << 27

@@ -6,8 +6,7 @@ from torch import Tensor, nn
 
 from longshard.context.convolution import convolved
 from trainer.models.cached import Cached
-from trainer.models.initialization import draw
-from trainer.models.weights import Weights
+from trainer.models.initialization import Weights, draw
 
 
 class InnerConvolution(Cached):

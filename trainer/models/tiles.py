@@ -44,7 +44,7 @@ def in_tiles(
     if tiles == 1:
         return compute(*inputs)
     inputs = [local_part(x) for x in inputs]
-    saved: list[Any] = []
+    saved = []
     inputs = _Save.apply(saved, torch.empty(0, requires_grad=True), *inputs)
     return _Tiles.apply(
         compute, (tiles, dim), modules, saved.pop(), len(inputs), *inputs, *_trained(modules)
@@ -147,12 +147,10 @@ class _Tiles(torch.autograd.Function):
             torch.empty_like(x) if x.is_floating_point() else None for x in inputs
         ]
         float_gradients = [x for x in input_gradients if x is not None]
-        sums: list[Tensor] = []
+        sums = []
 
         def add(
-            grad: Tensor,
-            parts: Sequence[Tensor],
-            part_gradients: Sequence[Tensor],
+            grad: Tensor, parts: Sequence[Tensor], part_gradients: Sequence[Tensor]
         ) -> None:
             parts = [x.detach().requires_grad_(x.is_floating_point()) for x in parts]
             _mark_uneven(parts, inputs[0], ctx.split)

@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup, Work
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -231,7 +229,7 @@ class OverGroup:
         zero_copy: Allocate buffers in the group's memory.
     """
 
-    collective: Callable[..., dist.Work | None]
+    collective: Callable[..., Work | None]
     group: ProcessGroup
     zero_copy: bool
 
@@ -245,22 +243,13 @@ class OverGroup:
             dtype: Dtype of the buffer.
             device: Device of the buffer.
         """
-        group_buffer = (
-            allocate(self.group, size, dtype=dtype, device=device) if self.zero_copy else None
-        )
-        return (
-            torch.empty(*size, dtype=dtype, device=device)
-            if group_buffer is None
-            else group_buffer
-        )
+        settings = {"dtype": dtype, "device": device}
+        group_buffer = allocate(self.group, size, **settings) if self.zero_copy else None
+        return torch.empty(*size, **settings) if group_buffer is None else group_buffer
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup,
-        **settings: Any,
-    ) -> dist.Work | None:
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, **settings: Any
+    ) -> Work | None:
         """Run the collective over this group instead of `group`, with FSDP's `async_op` and `op`."""
         return self.collective(output_tensor, input_tensor, group=self.group, **settings)
 
@@ -318,21 +307,18 @@ def keep_on_host(model: nn.Module, *names: str) -> None:
         *names: Names of the arguments.
     """
 
-    def hide(
-        _module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        return args, {
-            name: _Held(x) if name in names and isinstance(x, Tensor) else x
-            for name, x in kwargs.items()
-        }
+    def hide(name: str, x: object) -> object:
+        return _Held(x) if name in names and isinstance(x, Tensor) else x
 
-    def show(
-        _module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        return args, {
-            name: x.tensor if isinstance(x, _Held) else x for name, x in kwargs.items()
-        }
+    def show(_name: str, x: object) -> object:
+        return x.tensor if isinstance(x, _Held) else x
+
+    def changed_by(change: Callable[[str, object], object]) -> Callable[..., object]:
+        return lambda _module, args, inputs: (
+            args,
+            {n: change(n, x) for n, x in inputs.items()},
+        )
 
     # before the hook of `fully_shard`
-    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)
-    model.register_forward_pre_hook(show, with_kwargs=True)
+    model.register_forward_pre_hook(changed_by(hide), prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(changed_by(show), with_kwargs=True)

@@ -25,12 +25,11 @@ from functools import partial
 from types import MethodType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import Shard, distribute_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from longshard.sharding.exchange import Pending, all_gather, all_to_all
 from longshard.sharding.forward import replace_forward
@@ -145,13 +144,13 @@ class DispatchPlan:
     received: tuple[int, ...]
     pairs: tuple[int, ...]
     """Number of tokens that have chosen each expert of this rank."""
-    group: dist.ProcessGroup
+    group: ProcessGroup
 
 
 class Routing:
     """Reads on the host how many tokens have chosen which experts. A trace has a routing without values."""
 
-    def plan(self, chosen: Tensor, experts: int, group: dist.ProcessGroup) -> DispatchPlan:
+    def plan(self, chosen: Tensor, experts: int, group: ProcessGroup) -> DispatchPlan:
         """Return the plan of one forward. A collective, and one reading by the host.
 
         Args:

@@ -129,11 +129,11 @@ class RankRound:
                 )
         owned = [matrix for matrix in matrices if matrix.owner == rank]
         local = [(matrix, piece) for matrix in matrices for piece in known[id(matrix.pieces)]]
-        sources: dict[int, list[tuple[int, Piece]]] = defaultdict(list)
+        sources = defaultdict(list)
         for place, matrix in enumerate(owned):
             for piece in matrix.pieces:
                 sources[matrix.sender(piece)].append((place, piece))
-        homes: dict[int, list[tuple[Matrix, Piece]]] = defaultdict(list)
+        homes = defaultdict(list)
         for matrix, piece in local:
             homes[matrix.owner].append((matrix, piece))
         pairs = [(matrix, piece) for matrix in matrices for piece in matrix.pieces]
@@ -194,7 +194,7 @@ class Owners:
         Returns:
             A function that waits, and returns the matrices that this rank owns, (number, rows, columns).
         """
-        sent: dict[int, list[Tensor]] = defaultdict(list)
+        sent = defaultdict(list)
         for matrix, piece in this.local:
             if matrix.sender(piece) == self._rank:
                 sent[matrix.owner] += [
@@ -225,7 +225,7 @@ class Owners:
         Returns:
             A function that waits, and yields this rank's blocks: (matrix, rows of its parameter's shard, their values).
         """
-        sent: dict[int, list[Tensor]] = defaultdict(list)
+        sent = defaultdict(list)
         for result, matrix in zip(results, this.owned, strict=True):
             for piece in matrix.pieces:
                 blocks = [
@@ -301,7 +301,7 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
     turn_of = defaultdict(int)
     for shape in sorted(shapes, key=lambda sizes: -sizes[0] * sizes[1]):
         each = max(1, AT_ONCE // (shape[0] * shape[1]))
-        turns: dict[int, list[Matrix]] = defaultdict(list)
+        turns = defaultdict(list)
         for sharing, matrices in shapes[shape].items():
             for place, (number, pieces) in enumerate(matrices):
                 owner = sharing[turn_of[sharing] % len(sharing)]
@@ -347,7 +347,7 @@ def _boxes(parameter: Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxe
                 f"a parameter lies on the ranks {grid}, and its owners are to be among {list(ranks)}"
             )
         numbers = {rank: number for number, rank in enumerate(ranks)}
-        box_ranks: dict[Box, list[int]] = defaultdict(list)
+        box_ranks = defaultdict(list)
         for coordinate, rank in zip(product(*map(range, mesh_shape)), grid, strict=True):
             box_ranks[_box(shape, mesh_shape, coordinate, placements)].append(numbers[rank])
         known[key] = {box: tuple(sorted(numbers)) for box, numbers in box_ranks.items()}

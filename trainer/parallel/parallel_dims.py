@@ -23,13 +23,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp  # it registers the back end `fake`
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
-from longshard.sharding.exchange import all_gather, has_peers
+from longshard.sharding.exchange import has_peers
 from longshard.sharding.tensors import flattened
 from trainer.job.degrees import Degrees
 from trainer.parallel.machine import MACHINE, Machine
+from trainer.runtime.agreement import gather_values
 from trainer.runtime.console import logger
 
 
@@ -231,10 +231,8 @@ class ParallelDims:
         return self._gloo_group(mesh, timeout)
 
     def _gloo_group(self, mesh: DeviceMesh, timeout: timedelta) -> ProcessGroup:
-        ranks = torch.tensor(
-            dist.get_process_group_ranks(mesh.get_group()), device=mesh.device_type
-        )
-        all_rows = {tuple(row) for row in all_gather(ranks, self["world"]).tolist()}
+        ranks = dist.get_process_group_ranks(mesh.get_group())
+        all_rows = {tuple(row) for row in gather_values(ranks)}
         group, _ = dist.new_subgroups_by_enumeration(
             [list(row) for row in sorted(all_rows)], timeout, backend="gloo"
         )

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -82,11 +82,7 @@ class Pipeline:
         self._prepare((self.plan.micro_batches, self.hidden.tp))
 
     def step(
-        self,
-        tokens: Tensor,
-        labels: Tensor,
-        loss: LossFunction,
-        **per_sequence: Tensor | None,
+        self, tokens: Tensor, labels: Tensor, loss: LossFunction, **per_sequence: Tensor | None
     ) -> None:
         """Run forward and backward of the whole batch, and add to the gradients. A collective over the pipeline.
 

@@ -4,11 +4,11 @@ Between blocks each tp rank holds a part of the sequence, (B, S / tp, dim). Insi
 the whole sequence and a part of the heads or of the hidden dimension (Korthikanti et al., arXiv 2205.05198).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -19,13 +19,13 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     PrepareModuleInput,
     RowwiseParallel,
     SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 Styles = dict[str, ParallelStyle]
 """How tensor-parallel ranks divide modules, by their names; "" is the module itself."""
@@ -80,34 +80,6 @@ def shard_rows(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-class LocalParameter(ParallelStyle):
-    """Style for a module whose forward returns its `weight`: each rank gets the rows of its heads."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(
-            module, device_mesh, shard_rows, output_fn=lambda _part, x, _mesh: x.to_local()
-        )
-
-
-class Replicated(ParallelStyle):
-    """Style for a module that every rank has whole.
-
-    Args:
-        is_local: Return a plain tensor. Each rank uses a part of it, and its gradients are summed over ranks.
-    """
-
-    def __init__(self, *, is_local: bool) -> None:
-        self._is_local = is_local
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def local(_part: nn.Module, x: DTensor, _mesh: DeviceMesh) -> Tensor:
-            return x.to_local(grad_placements=[Partial()])
-
-        return distribute_module(
-            module, device_mesh, output_fn=local if self._is_local else None
-        )
-
-
 class OwnPositions(ParallelStyle):
     """Style for a module called with (B, S / tp, dim) and positions (B, S) or None.
 
@@ -128,51 +100,65 @@ class OwnPositions(ParallelStyle):
         return module
 
 
-class Gathered(ParallelStyle):
-    """Style for an identity of (B, S / tp, dim): each rank gets the whole sequence, and uses it for its own heads."""
+class Distributed(ParallelStyle):
+    """Style of a module that `distribute_module` changes by up to three functions.
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(part: nn.Module, inputs: tuple[Tensor, ...]) -> Tensor:
-            return _gathered(part, inputs, device_mesh).to_local(grad_placements=[Partial()])
-
-        module.register_forward_pre_hook(gather)
-        return module
-
-
-class ShardedNorm(ParallelStyle):
-    """Style for a norm over the last dimension of (B, S, dim / tp), which ranks divide.
-
-    Inside, the input is a DTensor, so a mean over the dimension is a mean over all ranks.
+    Args:
+        partition: Shards the parameters; without it every rank has them whole.
+        before: Makes the input a DTensor.
+        after: Makes the output, any shape, a plain tensor.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def sharded(_part: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
-
-        return distribute_module(
-            module,
-            device_mesh,
-            shard_rows,
-            input_fn=sharded,
-            output_fn=lambda _part, x, _mesh: x.to_local(),
-        )
-
-
-class VocabularyParallel(ParallelStyle):
-    """Style for the projection to logits from (B, S / tp, dim): each rank has the logits of its part of the vocabulary.
-
-    The forward may also return losses instead of logits; `ColwiseParallel` could not return them.
-    """
+    def __init__(
+        self,
+        partition: Callable[..., None] | None = None,
+        before: Callable[..., DTensor] | None = None,
+        after: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self._functions = partition, before, after
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, shard_rows, input_fn=_gathered)
+        return distribute_module(module, device_mesh, *self._functions)
 
 
-def _gathered(_part: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
+def _own_part(_module: nn.Module, x: DTensor, _mesh: DeviceMesh) -> Tensor:
+    return x.to_local()
+
+
+def _used_in_part(_module: nn.Module, x: DTensor, _mesh: DeviceMesh) -> Tensor:
+    """Return x, any shape, as a plain tensor. Each rank uses a part of it, and its gradients are summed over ranks."""
+    return x.to_local(grad_placements=[Partial()])
+
+
+def _channels(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(inputs[0], mesh, [Shard(2)], run_check=False)
+
+
+def _gathered(_module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
     """Return (B, S / tp, dim), the input of a module, with the whole sequence."""
     return DTensor.from_local(inputs[0], mesh, [Shard(1)], run_check=False).redistribute(
         mesh, [Replicate()]
     )
+
+
+LOCAL_PARAMETER = Distributed(shard_rows, after=_own_part)
+"""A module whose forward returns its `weight`: each rank gets the rows of its heads."""
+REPLICATED = Distributed()
+"""A module that every rank has whole; its output is a DTensor."""
+LOCAL_COPY = Distributed(after=_used_in_part)
+"""A module that every rank has whole; its output is a plain tensor, and each rank uses a part of it."""
+GATHERED = Distributed(before=_gathered, after=_used_in_part)
+"""An identity of (B, S / tp, dim): each rank gets the whole sequence, and uses it for its own heads."""
+SHARDED_NORM = Distributed(shard_rows, _channels, _own_part)
+"""A norm over the last dimension of (B, S, dim / tp), which ranks divide.
+
+Inside, the input is a DTensor, so a mean over the dimension is a mean over all ranks.
+"""
+VOCABULARY_PARALLEL = Distributed(shard_rows, _gathered)
+"""The projection to logits from (B, S / tp, dim): each rank has the logits of its part of the vocabulary.
+
+The forward may also return losses instead of logits; `ColwiseParallel` could not return them.
+"""
 
 
 @contextmanager
@@ -187,7 +173,7 @@ def preserve_ties(module: nn.Module) -> Iterator[None]:
     Yields:
         None.
     """
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    owners = {}
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
             owners.setdefault(parameter, []).append((owner, name))

@@ -8,30 +8,28 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, ProcessGroup
 
-from longshard.sharding.exchange import all_gather, all_reduce, broadcast, has_peers
+from longshard.sharding.exchange import all_reduce, has_peers
 from trainer.config.errors import ConfigError, SharedConfigError
 
 _CONTROL_SECONDS = 300
 T = TypeVar("T")
-Over = DeviceMesh | ProcessGroup | torch.device
-"""A 1-D mesh; a group, for tensors in host memory; or, before there is a mesh, this rank's device, for all ranks."""
+Over = DeviceMesh | ProcessGroup | None
+"""A 1-D mesh, or a group. None: all ranks."""
 
 
-def check_same(values: Mapping[str, int | str], over: DeviceMesh, subject: str) -> None:
+def check_same(values: Mapping[str, int | str], subject: str) -> None:
     """Check that all ranks have the same values. A collective.
 
     Args:
         values: Values by name.
-        over: The ranks.
         subject: Plural noun for the message, such as "data".
 
     Raises:
         SharedConfigError: On every rank, if the values differ; it names the values that differ.
     """
-    rank_values = gather_values(values, over)
+    rank_values = gather_values(values)
     if other := next(
         (rank for rank, theirs in enumerate(rank_values) if theirs != rank_values[0]), None
     ):
@@ -66,38 +64,35 @@ def highest(value: int, control: ProcessGroup) -> int:
     return int(all_reduce(torch.tensor(value), control, "max"))
 
 
-def once_a_node(find: Callable[[], str], over: DeviceMesh) -> str:
+def once_a_node(find: Callable[[], str]) -> str:
     """Return the result of `find` on the first rank of this node; no other rank calls it. A collective over all ranks.
 
     It raises as `raise_on_all_ranks`.
 
     Args:
         find: The function.
-        over: All ranks.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     rank = dist.get_rank()
-    text = raise_on_all_ranks(find if local_rank == 0 else str, over)
-    return gather_values(text, over)[rank - local_rank]
+    text = raise_on_all_ranks(find if local_rank == 0 else str)
+    return gather_values(text)[rank - local_rank]
 
 
-def gather_values(value: Any, over: Over) -> list[Any]:
+def gather_values(value: Any, over: Over = None) -> list[Any]:
     """Return the values of all ranks, in the order of ranks. A collective.
 
     Args:
         value: This rank's value, of types that JSON has.
         over: The ranks.
     """
-    group, device = _group_of(over)
-    text = json.dumps(value).encode()
-    if not has_peers(group):
-        return [json.loads(text)] * group.size()
-    padded = text.ljust(int(all_reduce(torch.tensor(len(text), device=device), group, "max")))
-    rows = all_gather(torch.tensor(list(padded), dtype=torch.uint8, device=device), group).cpu()
-    return [json.loads(bytes(row.tolist())) for row in rows]
+    group = _group_of(over)
+    texts = [json.dumps(value)] * group.size()
+    if has_peers(group):
+        dist.all_gather_object(texts, texts[0], group)
+    return [json.loads(text) for text in texts]
 
 
-def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
+def raise_on_all_ranks(function: Callable[[], T], over: Over = None) -> T:
     """Call `function` on every rank and return this rank's result. A collective.
 
     Args:
@@ -115,35 +110,24 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over) -> T:
         result = function()
     except ConfigError as error:
         message = str(error) or "unknown"
-    group, device = _group_of(over)
-    failed = bool(message)
-    if has_peers(group):
-        flag = torch.tensor(int(failed), dtype=torch.int32, device=device)
-        failed = all_reduce(flag, group, "max").item()
-    if failed:
-        raise SharedConfigError(next(filter(None, gather_values(message, over))))
+    if messages := [text for text in gather_values(message, over) if text]:
+        raise SharedConfigError(messages[0])
     return result
 
 
-def _group_of(over: Over) -> tuple[DeviceMesh | ProcessGroup, torch.device | str]:
-    if isinstance(over, torch.device):
-        return dist.group.WORLD, over
-    return over, "cpu" if isinstance(over, ProcessGroup) else over.device_type
+def _group_of(over: Over) -> ProcessGroup:
+    return over.get_group() if isinstance(over, DeviceMesh) else over or dist.group.WORLD
 
 
-def read_once(function: Callable[[], bytes], over: DeviceMesh) -> bytes:
-    """Return on every rank of a 1-D mesh the result of `function` on the first rank. It raises as `raise_on_all_ranks`.
+def read_once(function: Callable[[], bytes], over: Over = None) -> bytes:
+    """Return on every rank the result of `function` on the first rank. It raises as `raise_on_all_ranks`.
 
     Args:
         function: Reads some bytes.
-        over: The mesh.
+        over: The ranks.
     """
-    first = over.get_local_rank() == 0
-    content = raise_on_all_ranks(lambda: function() if first else b"", over)
-    length = all_reduce(torch.tensor(len(content), device=over.device_type), over, "max")
-    if not length:
-        return b""
-    copy = torch.frombuffer(bytearray(content.ljust(int(length))), dtype=torch.uint8).to(
-        over.device_type
-    )
-    return broadcast(copy, over).cpu().numpy().tobytes()
+    group = _group_of(over)
+    content = [raise_on_all_ranks(function if group.rank() == 0 else bytes, group)]
+    if has_peers(group):
+        dist.broadcast_object_list(content, group=group, group_src=0)
+    return content[0]

@@ -1,12 +1,15 @@
-"""Deterministic kernels: the same bits in every run of one layout.
+"""Prepare the process of a rank: its seed, and deterministic kernels, the same bits in every run of one layout.
 
-State of the process: Deterministic algorithms, new tensors that stay unfilled with them, cuDNN, and cuBLAS's workspace,
-for the run.
+State of the process: The seed of PyTorch, deterministic algorithms, new tensors that stay unfilled with them, cuDNN,
+cuBLAS's workspace, and one filter of warnings, for the run.
 """
 
 import os
+import warnings
 
 import torch
+
+from trainer.config.schema import Training
 
 _REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")
 
@@ -27,3 +30,15 @@ def set_determinism(on: bool) -> None:
         torch.backends.cudnn.benchmark = False  # it chooses kernels by their time
         if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in _REPRODUCIBLE_WORKSPACES:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = _REPRODUCIBLE_WORKSPACES[0]
+
+
+def prepare_process(training: Training) -> None:
+    """Seed PyTorch, set determinism, and ignore a warning that does not apply.
+
+    Args:
+        training: Table `[training]`.
+    """
+    torch.manual_seed(training.seed)
+    set_determinism(training.deterministic)
+    # The sequence-parallel embedding returns a view, and nothing changes it in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")

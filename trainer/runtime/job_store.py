@@ -184,7 +184,7 @@ def _reach(nodes: Nodes, waiting: "_Waiting") -> "TCPStore":
         except OSError as error:
             waiting.pause(None, error.strerror or str(error))
             continue
-        stores: list[TCPStore] = []
+        stores = []
 
         def connect(stores: "list[TCPStore]" = stores) -> None:
             answer = timedelta(seconds=ANSWER_SECONDS)

@@ -334,7 +334,7 @@ def _passing_signals_on(
     SIGUSR1 is passed on as another signal of the list, because it makes a rank show its stacks. Without ranks a signal
     ends the launcher by `Stopped`, and so does a signal that is not passed on.
     """
-    received: list[int] = []
+    received = []
     others = [number for number in stop_signals if number != signal.SIGUSR1]
     instead_of = {signal.SIGUSR1: others[0] if others else signal.SIGTERM}
 

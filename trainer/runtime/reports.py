@@ -95,7 +95,7 @@ class Reports:
 
     def _exchange(self, how: str, patience_seconds: float) -> dict[int, str]:
         """Return rank -> how it ended, of the ranks that reported in time; empty if the store does not answer."""
-        reports: dict[int, str] = {}
+        reports = {}
 
         def talk() -> None:
             try:

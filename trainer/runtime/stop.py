@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 
 from trainer.config.schema import STOP_SIGNALS
 from trainer.runtime.console import report
@@ -159,12 +159,7 @@ class Stop:
             self._entered = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._entered:
             self._entered = False
             for number, handler in self._handlers_before.items():

@@ -15,14 +15,13 @@ its micro-batches, of the costliest rank's work. Eight documents of a step of 2 
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from longshard.sharding.exchange import all_gather, all_reduce, all_to_all
-from trainer.data.loader import TextBatch, tensors_of
+from trainer.data.loader import Batch, Planner, TextBatch, planned_batch
 from trainer.data.packing import IGNORE_INDEX, NO_POSITION, positions_of
 from trainer.runtime.agreement import raise_on_all_ranks
 from trainer.runtime.console import logger
@@ -135,7 +134,7 @@ def _assigned(
     lacking = [(-target, i) for i, target in enumerate(targets)]
     heapq.heapify(lacking)
     # a heap of (-room, -lack, bin): bins that may have room for shorter documents
-    without_room: list[tuple[int, float, int]] = []
+    without_room = []
     room = [most] * len(targets)
     bins = []
     for length, cost in zip(lengths, costs, strict=True):
@@ -224,11 +223,11 @@ class BalancedBatches:
     """
 
     step: Step
-    group: dist.ProcessGroup
-    plan: Callable[[Mapping[str, np.ndarray]], object] | None
+    group: ProcessGroup
+    plan: Planner | None
     _reported: bool = False
 
-    def __call__(self, batches: Iterator[TextBatch]) -> Iterator[dict[str, Any]]:
+    def __call__(self, batches: Iterator[TextBatch]) -> Iterator[Batch]:
         """Yield the balanced micro-batches of this rank, without end.
 
         Args:
@@ -240,9 +239,9 @@ class BalancedBatches:
             )
             for documents in self._exchanged([documents_of_batch(batch) for batch in read]):
                 arrays = row(documents, self.step)
-                batch = tensors_of(arrays)
+                batch = planned_batch(arrays, self.plan)
                 batch["padding"] = arrays["tokens"].size - sum(map(len, documents))
-                yield batch if self.plan is None else batch | {"plan": self.plan(arrays)}
+                yield batch
 
     def _exchanged(self, read: Sequence[list[np.ndarray]]) -> Iterator[list[np.ndarray]]:
         """Yield the documents of each micro-batch of this rank.

@@ -4,13 +4,12 @@
 into chunks as well. `losses` computes the loss of each token from the hidden states of the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from math import gcd
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from trainer.components.loss import count_valid, row_losses, token_losses
 from trainer.config.data import CONVERSATIONS
 from trainer.data.contents import QUICK, lacking_parts, summary
 from trainer.data.job_data import open_training_data, training_data
-from trainer.data.loader import BatchLoader, TextBatch, batch_hash
+from trainer.data.loader import BatchLoader, Planner, TextBatch, batch_hash
 from trainer.data.packing import NO_POSITION
 from trainer.data.token_files.catalog import catalog_of
 from trainer.job.record import ResolvedJob
@@ -91,7 +90,7 @@ class LanguageTask:
             how = {
                 "exchange": BalancedBatches(self._balanced_step(), group, self.batch_planner)
             }
-        return raise_on_all_ranks(lambda: self.open_loader(**how), self.dims["world"])
+        return raise_on_all_ranks(lambda: self.open_loader(**how))
 
     def open_loader(self, **how: Callable | None) -> BatchLoader:
         """Return the loader of this rank's batches. A collective over all ranks.
@@ -103,13 +102,8 @@ class LanguageTask:
         """
         training = self.config.training
         dims = self.dims
-        catalogs = [
-            once_a_node(partial(catalog_of, one), dims["world"])
-            for one in training_data(self.config)
-        ]
-        data = raise_on_all_ranks(
-            lambda: open_training_data(self.config, catalogs), dims["world"]
-        )
+        catalogs = [once_a_node(partial(catalog_of, one)) for one in training_data(self.config)]
+        data = raise_on_all_ranks(lambda: open_training_data(self.config, catalogs))
         documents = data.items if isinstance(data.items, int) else sum(data.items)
         if dims.is_first and documents <= QUICK and (contents := data.contents()):
             logger.info(summary(contents, training.seq_len))
@@ -136,7 +130,7 @@ class LanguageTask:
         )
 
     @property
-    def batch_planner(self) -> Callable[[Mapping[str, np.ndarray]], BatchPlan] | None:
+    def batch_planner(self) -> Planner | None:
         """A function that plans the attention of a batch when the batch is made; None without packed documents."""
         if not self.config.masks_documents:
             return None

@@ -8,15 +8,15 @@ from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from longshard.sharding.exchange import all_gather, has_peers
+from longshard.sharding.exchange import has_peers
 from trainer.components.step_outcome import TrainingError
 from trainer.data.order.stream_loader import StreamLoader
 from trainer.models.model_spec import Model
 from trainer.observer import Observer
 from trainer.parallel.parallel_dims import ParallelDims
+from trainer.runtime.agreement import gather_values
 
 Batch = Mapping[str, Any]
 """Each task chooses its keys; `trainer/data/loader.py` has the keys of a text batch."""
@@ -118,10 +118,7 @@ def check_same_batch(task: Task, batch: Batch, dims: ParallelDims) -> None:
     ranks = dims["pp_cp_tp"]
     if not has_peers(ranks):
         return
-    own_hash = torch.tensor(
-        [task.batch_hash(batch)], dtype=torch.int64, device=ranks.device_type
-    )
-    hashes = all_gather(own_hash, ranks).flatten().tolist()
+    hashes = gather_values(task.batch_hash(batch), ranks)
     if len(set(hashes)) > 1:
         raise TrainingError(
             f"the ranks {ranks.mesh.tolist()} of one data-parallel rank read different batches (hashes {hashes}); the "

@@ -4,7 +4,7 @@
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.errors import ConfigError
@@ -86,7 +86,7 @@ class StreamLoader:
             items: Number of items that are read.
         """
 
-    def items_of(self, saved: Mapping[str, Any]) -> Any:
+    def items_of(self, saved: StreamState) -> Any:
         """Return how many items a resumed run reads.
 
         Args:
@@ -166,9 +166,7 @@ class StreamLoader:
             self._samples = sum(states[s]["samples"] for s in range(n))
 
 
-def _check(
-    saved: Mapping[str, Any], fixed: Mapping[str, Any], position: Mapping[str, Any]
-) -> None:
+def _check(saved: StreamState, fixed: StreamState, position: StreamState) -> None:
     """Check that the state of a stream means the same data as `fixed`, and has the entries of a position.
 
     An entry of `IDENTITY` that an older state lacks is not compared.

@@ -16,7 +16,7 @@ The state is one small entry per stream, as it is when all ranks have read equal
 merge into one dict, from which any number of ranks can resume.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from math import gcd
 from typing import Any
 
@@ -130,7 +130,7 @@ class Shuffled:
         """
         return epoch + place / len(self)
 
-    def restart(self, epoch: int, state: Mapping[str, Any]) -> None:
+    def restart(self, epoch: int, state: StreamState) -> None:
         """Do nothing: the order of every epoch is known.
 
         Args:
@@ -177,7 +177,7 @@ class ItemStream:
         """Passes over the items of this stream so far, without the current item."""
         return self.order.passes(self._epoch, self._place)
 
-    def restart(self, state: Mapping[str, Any]) -> None:
+    def restart(self, state: StreamState) -> None:
         """Resume from a position.
 
         Args:

@@ -25,6 +25,8 @@ from trainer.config.errors import ConfigError
 from trainer.data.sources.records import BadRecord, Where
 from trainer.data.tokenizers.chat_messages import (
     EXAMPLE,
+    Conversation,
+    Messages,
     are_objects,
     read_messages,
     read_template_arguments,
@@ -45,7 +47,7 @@ _EXAMPLE = f'{{"prompt": "...", "answer": "..."}} or {EXAMPLE}'
 _PAIR = '{"chosen": [{"role": "user", "content": "..."}, ...], "rejected": [...]}'
 
 
-def conversation(content: bytes, where: Where) -> dict[str, Any] | BadRecord:
+def conversation(content: bytes, where: Where) -> Conversation | BadRecord:
     """Return the conversation of a line.
 
     Args:
@@ -63,7 +65,7 @@ def conversation(content: bytes, where: Where) -> dict[str, Any] | BadRecord:
         return BadRecord(f"{where()}: {error}")
 
 
-def _checked(content: bytes) -> dict[str, Any]:
+def _checked(content: bytes) -> Conversation:
     try:
         line = json.loads(content)
         # an escaped lone surrogate is legal JSON, but not legal Unicode
@@ -119,7 +121,7 @@ def _raw_messages(line: Mapping[str, Any]) -> object:
     return None
 
 
-def _messages(raw: object) -> list[dict[str, Any]]:
+def _messages(raw: object) -> Messages:
     messages = read_messages(raw)
     for number, message in enumerate(messages, 1):
         if message.get("weight", 1) not in (0, 1):
@@ -151,7 +153,7 @@ def _tools(raw: object) -> list[dict[str, Any]]:
     return tools
 
 
-def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRecord | str]:
+def preference(content: bytes, where: Where) -> Iterator[Conversation | BadRecord | str]:
     """Yield both sides of a line as conversations. Answers of the prompt have the weight 0.
 
     Args:
@@ -166,9 +168,7 @@ def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRec
         sides = list(_sides(line))
         if line["chosen"] == line["rejected"]:
             raise ConfigError("chosen and rejected are the same; leave the line out")
-        documents: list[Any] = [
-            _checked(json.dumps(side).encode()) | {"where": where} for side in sides
-        ]
+        documents = [_checked(json.dumps(side).encode()) | {"where": where} for side in sides]
     except ConfigError as error:
         documents = [BadRecord(f"{where()}: {error}"), ""]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
@@ -181,7 +181,7 @@ def preference(content: bytes, where: Where) -> Iterator[dict[str, Any] | BadRec
     yield from documents
 
 
-def _sides(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _sides(line: Mapping[str, Any]) -> Iterator[Conversation]:
     prompt = line.get("prompt")
     answers = (line["chosen"], line["rejected"])
     if all(isinstance(answer, str) for answer in answers):

@@ -80,7 +80,7 @@ def stdlib_files() -> tuple[str, ...]:
     Files that are blank or not UTF-8 are left out.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files: list[Path] = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _NOT_STDLIB]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
@@ -201,7 +201,7 @@ class _Matches:
 
 def _each_once(files: Sequence[str], keys: DataKeys) -> list[str]:
     """Return the first name of each file; log a line if a file has several names."""
-    first: dict[str, str] = {}
+    first = {}
     others = [
         (file, first[real])
         for file in files
@@ -239,7 +239,7 @@ def contents(files: Sequence[str]) -> list[int]:
     keys = [
         (_number(name), *_size_and_time(file)) for name, file in zip(names, files, strict=True)
     ]
-    known: dict[tuple[int, ...], int] = {}
+    known = {}
     with suppress(OSError):
         rows = np.fromfile(table, dtype=np.int64)
         known = {

@@ -14,12 +14,11 @@ token, which follows its content both in the whole text and alone.
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
-from typing import Any
 
 from trainer.config.errors import ConfigError
-from trainer.data.tokenizers.chat_messages import function_of
+from trainer.data.tokenizers.chat_messages import Messages, function_of
 
 CHECKED = ("user", "assistant", "tool")  # a system message may be written inside another one
 MARK_ANSWERS = "mark the answers in the template with {% generation %} ... {% endgeneration %}"
@@ -32,7 +31,6 @@ _LAST = "\ufdd1"
 _NUMBERS = 0xF0000  # a plane for private use: a character for each message
 _MARK = re.compile(f"([{_FIRST}{_LAST}])([\U000f0000-\U000fffff])")
 
-Messages = Sequence[Mapping[str, Any]]
 Write = Callable[..., str]
 """(messages, prompts=False) -> text; raises ConfigError if the template refuses them."""
 
@@ -56,7 +54,7 @@ class Answers:
         self._messages = messages
         self._text = text
         self._write = write
-        self._tokens = tuple(filter(None, special))
+        self._tokens = tuple(special)
         self._special = re.compile(rf"\s*({'|'.join(map(re.escape, self._tokens)) or '(?!)'})")
         self._places: dict[tuple[str, int], int] = {}
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -65,13 +63,14 @@ class Answers:
             marked, places = self._marked(messages, numbers)
             if marked == text:
                 self._places = places
+                self._check(numbers)
                 break
-        for i in numbers if marked == text else ():
-            if (
-                messages[i]["role"] in CHECKED
-                and messages[i]["content"].strip()
-                and (_LAST, i) not in places
-            ):
+
+    def _check(self, numbers: Iterable[int]) -> None:
+        for i in numbers:
+            message = self._messages[i]
+            has_text = message["role"] in CHECKED and message["content"].strip()
+            if has_text and (_LAST, i) not in self._places:
                 raise ConfigError(_NOT_WRITTEN.format(i + 1))
 
     def span(self, number: int) -> tuple[int, int]:
@@ -221,22 +220,18 @@ class Answers:
             marked = self._write(changed, prompts=prompts)
         except ConfigError:
             return "", {}
-        parts = _MARK.split(marked)
-        places = {}
-        length = 0
-        for text, mark, number in zip(
-            parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True
-        ):
-            length += len(text)
-            if mark:
-                places[mark, ord(number) - _NUMBERS] = length
-        return "".join(parts[::3]), places
+        # the text without the marks before a place is shorter by two characters for each mark
+        places = {
+            (mark[1], ord(mark[2]) - _NUMBERS): mark.start() - 2 * before
+            for before, mark in enumerate(_MARK.finditer(marked))
+        }
+        return _MARK.sub("", marked), places
 
 
 # ---- parts of messages that a template does not write
 
 
-def left_out(messages: Sequence[Mapping[str, Any]], text: str) -> str:
+def left_out(messages: Messages, text: str) -> str:
     """Return the part of the messages that the rendered text lacks, in words; empty if it lacks none.
 
     Contents must stand in the order of the messages, so that a short content is not found inside another one.

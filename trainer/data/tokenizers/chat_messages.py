@@ -14,6 +14,14 @@ from typing import Any
 
 from trainer.config.errors import ConfigError
 
+Message = Mapping[str, Any]
+"""An object with "role" and "content"."""
+Messages = Sequence[Message]
+Conversation = Mapping[str, Any]
+"""An object with "messages", or with "prompt" and "answer"."""
+Spans = Sequence[tuple[int, int]]
+"""The characters [start, stop) of parts of a text."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 
@@ -75,9 +83,7 @@ def function_of(call: object) -> tuple[str, object] | None:
     return function["name"], function.get("arguments", {})
 
 
-def argument_forms(
-    messages: Sequence[Mapping[str, Any]],
-) -> Iterator[Sequence[Mapping[str, Any]]]:
+def argument_forms(messages: Messages) -> Iterator[Messages]:
     """Yield the messages with arguments of calls as objects, then unchanged, then as strings of JSON.
 
     Clients send strings of JSON. Most templates only take objects, and some write a string differently than an object.
@@ -98,7 +104,7 @@ def argument_forms(
         yield strings
 
 
-def _message(raw: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _message(raw: Message, number: int) -> dict[str, Any]:
     role = raw.get("role")
     calls = raw.get("tool_calls")
     if role not in ROLES:
@@ -142,9 +148,7 @@ def _is_text(part: object) -> bool:
     )
 
 
-def _with_arguments(
-    messages: Sequence[Mapping[str, Any]], form: Callable[[Any], Any]
-) -> list[dict[str, Any]]:
+def _with_arguments(messages: Messages, form: Callable[[Any], Any]) -> list[dict[str, Any]]:
     changed = json.loads(json.dumps(messages))
     for message in changed:
         for call in message.get("tool_calls") or ():

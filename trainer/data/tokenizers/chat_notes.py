@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.data.tokenizers.chat_answers import end_of
-from trainer.data.tokenizers.chat_messages import function_of
+from trainer.data.tokenizers.chat_messages import (
+    Conversation,
+    Message,
+    Messages,
+    Spans,
+    function_of,
+)
 
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
 """Keys of a message in which data sets have reasoning."""
@@ -30,10 +36,7 @@ Notes = Mapping[str, int]
 
 
 def notes_of(
-    conversation: Mapping[str, Any],
-    learned: Sequence[Mapping[str, Any]],
-    text: str,
-    ends: Sequence[bool],
+    conversation: Conversation, learned: Messages, text: str, ends: Sequence[bool]
 ) -> dict[str, int]:
     """Return how many learned answers a conversation has, and how many of its parts the text lacks, by kind.
 
@@ -59,9 +62,7 @@ def notes_of(
     return {ANSWERS: len(learned)} | {kind: number for kind, number in lacks.items() if number}
 
 
-def ends_of_spans(
-    text: str, spans: Sequence[tuple[int, int]], special: Sequence[str]
-) -> list[bool]:
+def ends_of_spans(text: str, spans: Spans, special: tuple[str, ...]) -> list[bool]:
     """Return whether each learned part of a text ends in a special token. Adjacent parts are one part.
 
     Args:
@@ -69,14 +70,13 @@ def ends_of_spans(
         spans: The characters [start, stop) of each learned part.
         special: Texts of special tokens.
     """
-    joined: list[list[int]] = []
+    joined = []
     for start, stop in spans:
         if joined and joined[-1][1] == start:
             joined[-1][1] = stop
         else:
             joined.append([start, stop])
-    tokens = tuple(filter(None, special))
-    return [text[start:stop].rstrip().endswith(tokens) for start, stop in joined]
+    return [text[start:stop].rstrip().endswith(special) for start, stop in joined]
 
 
 def sum_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -85,7 +85,7 @@ def sum_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     Args:
         notes: Sums of several shards or sources.
     """
-    total: dict[str, dict[str, Any]] = {}
+    total = {}
     for one in notes:
         for kind, entry in one.items():
             add(total, {kind: entry["number"]}, entry["first"])
@@ -119,7 +119,7 @@ def sentences(notes: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _loses_reasoning(message: Mapping[str, Any], text: str) -> bool:
+def _loses_reasoning(message: Message, text: str) -> bool:
     written = message.get("content", "").rpartition("</think>")[0].replace("<think>", "")
     parts = [
         part

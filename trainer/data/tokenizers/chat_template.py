@@ -9,7 +9,7 @@ answers                                           ------          with the token
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Chat
-from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, Messages, left_out
-from trainer.data.tokenizers.chat_messages import argument_forms
+from trainer.data.tokenizers.chat_answers import MARK_ANSWERS, Answers, left_out
+from trainer.data.tokenizers.chat_messages import Conversation, Messages, Spans, argument_forms
 from trainer.data.tokenizers.chat_notes import ends_of_spans, notes_of
 from trainer.data.tokenizers.template_sandbox import environment_of
 
@@ -60,7 +60,7 @@ class ChatTemplate:
         self.source = source
         self.name = name
         self._chat = chat
-        self._tokens = sorted({*special.values(), *tokens})
+        self._tokens = tuple(sorted({*special.values(), *tokens} - {""}))
         self._values = special | chat.values
         settings = chat.arguments, chat.date, chat.answers
         how = "" if settings == ((), None, "all") else f"\0{settings}"
@@ -79,7 +79,7 @@ class ChatTemplate:
                 f"the chat template {name} is no Jinja template ({error}); copy it again"
             ) from None
 
-    def render(self, conversation: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    def render(self, conversation: Conversation) -> tuple[str, Spans]:
         """Render a conversation.
 
         Args:
@@ -103,7 +103,7 @@ class ChatTemplate:
                 f"{conversation['where']()}: the chat template {self.name} {error}"
             ) from None
 
-    def prompt(self, conversation: Mapping[str, Any]) -> str:
+    def prompt(self, conversation: Conversation) -> str:
         """Return the text that asks a model for the next answer: the text of `render` up to this answer.
 
         Args:
@@ -121,9 +121,7 @@ class ChatTemplate:
         except ConfigError as error:
             raise ConfigError(f"the chat template {self.name} {error}") from None
 
-    def notes(
-        self, conversation: Mapping[str, Any], text: str, spans: Sequence[tuple[int, int]]
-    ) -> dict[str, int]:
+    def notes(self, conversation: Conversation, text: str, spans: Spans) -> dict[str, int]:
         """Return the parts of a conversation that its text lacks; see `notes_of`.
 
         Args:
@@ -152,8 +150,7 @@ class ChatTemplate:
             with suppress(ConfigError):
                 text, spans = self.render({"messages": messages, "where": str})
                 written = text[spans[-1][0] : spans[-1][1]].rstrip()
-                tokens = [token for token in self._tokens if token and written.endswith(token)]
-                ends += tokens[-1:]
+                ends += [*filter(written.endswith, self._tokens)][-1:]
         return ends
 
     def _written(
@@ -174,9 +171,7 @@ class ChatTemplate:
             )
         raise reason
 
-    def _answers(
-        self, messages: Messages, text: str, how: Mapping[str, Any]
-    ) -> list[tuple[int, int]]:
+    def _answers(self, messages: Messages, text: str, how: Mapping[str, Any]) -> Spans:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learnt = self._learned(messages)
         if self._marked is None:
@@ -204,12 +199,8 @@ class ChatTemplate:
         return learned[-1:] if self._chat.answers == "last" else learned
 
     def _ended(
-        self,
-        messages: Messages,
-        text: str,
-        spans: list[tuple[int, int]],
-        how: Mapping[str, Any],
-    ) -> tuple[str, list[tuple[int, int]]]:
+        self, messages: Messages, text: str, spans: Spans, how: Mapping[str, Any]
+    ) -> tuple[str, Spans]:
         """Return the text and the answers, with the end token of earlier answers after the last one.
 
         Some templates, such as GLM-4.5's, write no end: the start of the next message ends an answer, and no message
@@ -218,11 +209,7 @@ class ChatTemplate:
         is_last = (
             bool(spans) and spans[-1][1] == len(text) and messages[-1]["role"] == "assistant"
         )
-        if (
-            self._marked is not None
-            or not is_last
-            or text.endswith(tuple(filter(None, self._tokens)))
-        ):
+        if self._marked is not None or not is_last or text.endswith(self._tokens):
             return text, spans
         asks = (
             {"role": "tool", "name": "f", "tool_call_id": "call00000"}
@@ -235,9 +222,7 @@ class ChatTemplate:
                 _, tail, after = longer.partition(_MARKS[0])[0].rpartition(
                     text[spans[-1][0] :][-size:]
                 )
-                end = next(
-                    (token for token in self._tokens if token and after.startswith(token)), ""
-                )
+                end = next(filter(after.startswith, self._tokens), "")
                 if tail and end:
                     return text + end, [*spans[:-1], (spans[-1][0], len(text) + len(end))]
         return text, spans
@@ -269,7 +254,7 @@ class ChatTemplate:
             raise ConfigError(f"refuses it ({reason}); {remedy}") from None
 
 
-def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
+def _spans_by_marks(marked: str, text: str) -> Spans:
     parts = re.split("|".join(_MARKS), marked)
     if "".join(parts) != text or any(mark in text for mark in _MARKS):
         raise ConfigError(
@@ -281,7 +266,7 @@ def _spans_by_marks(marked: str, text: str) -> list[tuple[int, int]]:
     return list(zip(ends[:-1:2], ends[1::2], strict=True))
 
 
-def _messages_of(conversation: Mapping[str, Any]) -> Messages:
+def _messages_of(conversation: Conversation) -> Messages:
     """Return the messages of a conversation, which may be a prompt and an answer."""
     roles = {"user": conversation.get("prompt"), "assistant": conversation.get("answer")}
     return conversation.get("messages") or [
@@ -289,6 +274,6 @@ def _messages_of(conversation: Mapping[str, Any]) -> Messages:
     ]
 
 
-def _brought(conversation: Mapping[str, Any]) -> dict[str, Any]:
+def _brought(conversation: Conversation) -> dict[str, Any]:
     """Return the inputs of the template that a conversation has in addition to its messages."""
     return {"tools": conversation.get("tools"), "values": conversation.get("values", {})}

@@ -1,12 +1,12 @@
 """Conversations to token ids, and which tokens are learned. Torch-free."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Chat
+from trainer.data.tokenizers.chat_messages import Conversation, Spans
 from trainer.data.tokenizers.chat_notes import ANSWERS
 from trainer.data.tokenizers.chat_template import ChatTemplate
 from trainer.data.tokenizers.template_files import find_template
@@ -53,7 +53,7 @@ class ConversationEncoder:
         """The template and the special tokens of its files; None without a template."""
         return self._template and self._template.files
 
-    def encode(self, document: Mapping[str, Any]) -> Encoded:
+    def encode(self, document: Conversation) -> Encoded:
         """Return the tokens of a conversation, and which of them are in an answer.
 
         Args:
@@ -68,7 +68,7 @@ class ConversationEncoder:
         encoded = _marked(*self._tokenizer.encode_with_places(rendered, special=True), answers)
         return encoded._replace(notes=self._template.notes(document, rendered, answers))
 
-    def notes(self, document: Mapping[str, Any]) -> Mapping[str, int]:
+    def notes(self, document: Conversation) -> Mapping[str, int]:
         """Return the notes of `encode`, without tokens.
 
         Args:
@@ -95,7 +95,7 @@ class ConversationEncoder:
         return _marked(ids, places, [(len(prompt), end + 1)])._replace(notes=notes)
 
 
-def plain_text(conversation: Mapping[str, Any]) -> dict[str, str]:
+def plain_text(conversation: Conversation) -> dict[str, str]:
     """Return prompt and answer of a conversation that needs no template.
 
     Args:
@@ -112,7 +112,7 @@ def plain_text(conversation: Mapping[str, Any]) -> dict[str, str]:
     return {"prompt": conversation["prompt"], "answer": conversation["answer"]}
 
 
-def _marked(ids: np.ndarray, places: np.ndarray, answers: Sequence[tuple[int, int]]) -> Encoded:
+def _marked(ids: np.ndarray, places: np.ndarray, answers: Spans) -> Encoded:
     """Return tokens (n,), learned if all of their characters are in an answer; places (n, 2) has these characters."""
     starts, stops = places.T
     learned = np.zeros(len(ids), dtype=bool)

@@ -108,7 +108,7 @@ def end_ids(
         folders: Hugging Face folders; None is ignored.
         template: The chat template, None without one.
     """
-    ends: set[Any] = {tokenizer.eos_id}
+    ends = {tokenizer.eos_id}
     for folder in set(folders) - {None}:
         named = folder.generation.content.get("eos_token_id")
         ends |= set(named) if isinstance(named, list) else {named}

@@ -91,7 +91,7 @@ class TiktokenTokenizer(Tokenizer):
             special: Whether to read names of special tokens as these tokens.
         """
         parts = _SPECIAL.split(text) if special else [text]
-        ids: list[int] = []
+        ids = []
         for number, part in enumerate(parts):
             ids += [self._special[part]] if number % 2 else self.encode(part)
         lengths = [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
@@ -149,7 +149,7 @@ def read_ranks(file: str, shown: str) -> dict[bytes, int]:
         ConfigError: The file is no rank file.
     """
     lines = Path(file).read_bytes().splitlines()
-    ranks: dict[bytes, int] = {}
+    ranks = {}
     for number, line in enumerate(lines, 1):
         if not line:
             continue
