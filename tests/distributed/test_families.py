@@ -28,7 +28,9 @@ from trainer.models.auxiliary_loss import normalise_auxiliary_losses
 from trainer.models.linear_attention import Decay
 from trainer.models.model_spec import hf_model, model_spec
 
-pytestmark = pytest.mark.about("trainer/models/linear_attention.py", "trainer/families/sparse.py")
+pytestmark = pytest.mark.about(
+    "trainer/models/linear_attention.py", "trainer/families/sparse.py", "trainer/families/sparse_attention.py"
+)
 
 
 def both_ways(family: str, folder: str, texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -142,6 +142,7 @@ def test_features_train_the_same_adapters(pool: WorkerPool, hf: Path, one: dict,
 
 
 RECOMPUTED = ["--activation_checkpoint.mode=full"]
+COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 DROPOUT = ["--lora.dropout=0.3", "--lora.alpha=16"]
 
 
@@ -157,9 +158,6 @@ def test_layouts_drop_the_same_inputs(pool: WorkerPool, hf: Path, dropped: dict,
     world_size, arguments = LAYOUTS[layout]
     got = pool.run(world_size, train, str(tmp_path / "run"), str(hf), [*DROPOUT, *arguments])[0]
     assert differences(got, dropped) == []
-
-
-COMPILED = ["--compile.enable", "--compile.backend=aot_eager"]
 
 
 @pytest.mark.parametrize(

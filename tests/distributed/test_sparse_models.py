@@ -26,7 +26,7 @@ from trainer.job.sparse_attention import trains_indexers_alone
 from trainer.models.auxiliary_loss import normalise_auxiliary_losses
 from trainer.runtime.process_group import Process
 
-pytestmark = pytest.mark.about("trainer/models/latent_attention.py")
+pytestmark = pytest.mark.about("trainer/models/sparse_attention.py")
 
 MODEL = ["--model.name=deepseek_v32", "--training.attention_mask=document", "--training.dtype=float64"]
 COMPILED = ["--compile.enable", "--compile.backend=inductor"]

@@ -24,7 +24,7 @@ from trainer.runtime.process_group import Process, process_group
 from trainer.trainer import Trainer
 from trainer.transforms.float8 import precompute_scales
 
-pytestmark = pytest.mark.about("trainer/tasks/validation.py")
+pytestmark = pytest.mark.about("trainer/tasks/forward_pass.py", "trainer/tasks/validation.py")
 
 DOCUMENTS = ["--training.attention_mask=document"]
 SHORTER = ["--validation.seq_len=12"]

@@ -139,14 +139,14 @@ FAMILIES = (
     ),
     Mutant(
         "a part of a matrix in float8 has the scales of the first blocks",
-        "trainer/hugging_face/parts.py",
+        "trainer/hugging_face/quantised.py",
         "firsts = [start // FLOAT8_BLOCK for start in offsets[-2:]]",
         "firsts = [0 * start for start in offsets[-2:]]",
         "tests/unit/test_float8_weights.py",
     ),
     Mutant(
         "the blocks of float8 begin where the part begins",
-        "trainer/hugging_face/parts.py",
+        "trainer/hugging_face/quantised.py",
         "torch.arange(offsets[dim], offsets[dim] + part.shape[dim])",
         "offsets[dim] // FLOAT8_BLOCK * FLOAT8_BLOCK + torch.arange(part.shape[dim])",
         "tests/unit/test_float8_weights.py",

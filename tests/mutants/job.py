@@ -249,7 +249,7 @@ DATA = (
     ),
     Mutant(
         "two processes write one shard",
-        "trainer/data/token_files/made.py",
+        "trainer/data/token_files/shards.py",
         "        if index.exists():\n            return\n",
         "",
         "tests/unit/test_token_file_damage.py",

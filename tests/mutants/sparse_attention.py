@@ -4,7 +4,7 @@ from tests.mutants.mutant import Mutant
 
 _ROWS = "longshard/context/execution/sparse_rows.py"
 _OPERATOR = "longshard/context/sparse_attention.py"
-_MODULE = "trainer/models/latent_attention.py"
+_MODULE = "trainer/models/sparse_attention.py"
 _TESTS = "tests/distributed/test_sparse_attention.py"
 _MODELS = "tests/distributed/test_sparse_models.py"
 _LAYOUTS = f"{_TESTS}::test_every_layout_and_mask_equals_the_definition[1073741824-3]"

@@ -550,7 +550,7 @@ _VALIDATION = "tests/distributed/test_validation.py"
 VALIDATION = (
     Mutant(
         "a validation takes the float8 scales of the weights before the update",
-        "trainer/tasks/validation.py",
+        "trainer/tasks/forward_pass.py",
         "        precompute_scales(part, task.config)",
         "        pass",
         f"{_VALIDATION}::test_weights_are_scaled_again_for_float8",
@@ -564,7 +564,7 @@ VALIDATION = (
     ),
     Mutant(
         "rows that fill up the last batch of a validation count",
-        "trainer/tasks/validation.py",
+        "trainer/tasks/forward_pass.py",
         '        arrays["labels"][len(local_sequences) :] = IGNORE_INDEX\n',
         "",
         f"{_VALIDATION}::test_the_loss_is_the_plain_mean",

@@ -16,7 +16,7 @@ from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.registry import hf_config
 from trainer.hugging_face.folder import HFFolder
-from trainer.hugging_face.parts import scaled
+from trainer.hugging_face.quantised import scaled
 from trainer.hugging_face.reader import HFReader
 from trainer.hugging_face.writer import add_tokens
 from trainer.models.model_spec import hf_model, model_spec

@@ -15,7 +15,7 @@ from trainer.commands import tokenize_text
 from trainer.config.errors import ConfigError
 from trainer.data import DataSettings
 from trainer.data.sources.registry import files_of, source_of
-from trainer.data.token_files.made import write_shard
+from trainer.data.token_files.shards import write_shard
 
 pytestmark = [pytest.mark.usefixtures("cache"), pytest.mark.about("trainer/data/token_files/byte_ranges.py")]
 

@@ -9,7 +9,7 @@ import pytest
 
 from trainer.data import DataSettings
 from trainer.data.sources.registry import files_of, source_of
-from trainer.data.token_files.made import write_shard
+from trainer.data.token_files.shards import write_shard
 
 
 def test_a_shard_that_cannot_be_written_leaves_the_disk_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

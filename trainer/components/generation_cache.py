@@ -27,9 +27,9 @@ from longshard.sharding.tensors import wide_type
 from trainer.components.loss import whole_sequence
 from trainer.models.attention import InnerAttention
 from trainer.models.cached import cached
-from trainer.models.latent_attention import InnerSparseAttention
 from trainer.models.linear_attention import InnerLinearAttention
 from trainer.models.short_convolution import InnerConvolution
+from trainer.models.sparse_attention import InnerSparseAttention
 
 _LINEAR_INPUTS = 5
 """Number of the first fields of `Tokens` that have a row for each token: q, k, v, log_decay and beta."""

@@ -9,7 +9,7 @@ from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
 from trainer.config.schema import JobConfig, Model
 from trainer.config.toml import load_toml
-from trainer.families import combinations, dense, hybrid, sparse
+from trainer.families import combinations, dense, hybrid, sparse, sparse_attention
 from trainer.families.args import ModelArgs
 from trainer.families.decoder_args import sizes
 from trainer.families.decoder_config_json import HFDecoder
@@ -28,7 +28,7 @@ class Family:
     """None: transformers does not have the family. With an `HFDecoder` the spec also gets the names of tensors."""
 
 
-_DECODERS = dense.FAMILIES | sparse.FAMILIES | hybrid.FAMILIES
+_DECODERS = dense.FAMILIES | sparse.FAMILIES | sparse_attention.FAMILIES | hybrid.FAMILIES
 _DECODERS |= combinations.FAMILIES
 MODELS: Registry[Family] = Registry(
     "model",

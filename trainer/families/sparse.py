@@ -1,7 +1,4 @@
-"""Architectures of transformers with experts; sizes.toml has the sizes and their sources. Torch-free.
-
-In the last ones an indexer chooses the keys of attention.
-"""
+"""Architectures of transformers with experts; sizes.toml has the sizes and their sources. Torch-free."""
 
 from trainer.config.errors import ConfigError
 from trainer.families.config_parts import (
@@ -26,8 +23,7 @@ from trainer.families.config_parts import (
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
-from trainer.families.dense import NO_MLP_BIAS
-from trainer.families.mixers import IndexArgs, LatentArgs
+from trainer.families.mixers import LatentArgs
 from trainer.hugging_face.config_json import Entries, entries_of
 
 _SIGMOID = expert_keys("n_routed_experts", "moe_intermediate_size")
@@ -243,47 +239,4 @@ FAMILIES = {
         names=SIGMOID_NAMES,
         further=FURTHER_AS_LAYERS,
     ),
-}
-
-
-_INDEX = {"index_n_heads": "n_heads", "index_head_dim": "head_dim", "index_topk": "per_query"}
-_KINDS = ("indexed_attention", "deepseek_sparse_attention")
-"""Names of the only kind of layers: of transformers 5, and in some published files."""
-
-
-def _read_index(config: Entries, *, adjacent_pairs: bool) -> Fields:
-    n_layers = config.whole("num_hidden_layers")
-    config.only("layer_types", None, *([kind] * n_layers for kind in _KINDS))
-    config.only("indexer_types", None, ["full"] * n_layers)
-    config.only("index_topk_freq", None, 1)
-    config.only("index_topk_pattern", None, "F" * n_layers)
-    config.only("indexer_rope_interleave", adjacent_pairs)
-    sizes = config.wholes(_INDEX)
-    rotated = config.whole("qk_rope_head_dim")
-    config.whole("q_lora_rank")  # the indexer reads the latents of queries
-    if sizes["head_dim"] < rotated:
-        raise ConfigError(
-            f"{config.file}: index_head_dim = {sizes['head_dim']} must be at least qk_rope_head_dim = {rotated}"
-        )
-    return {"index": IndexArgs(**sizes, adjacent_pairs=adjacent_pairs)}
-
-
-def _decoder(model_type: str, architecture: str, *, adjacent_pairs: bool) -> HFDecoder:
-    index = Part(
-        lambda config: _read_index(config, adjacent_pairs=adjacent_pairs),
-        lambda args: entries_of(args.index, _INDEX),
-        ("index", "an indexer"),
-    )
-    return HFDecoder(
-        model_type,
-        architecture,
-        (SIGMOID_EXPERTS, MLP_TYPES, NO_BIASES, NO_MLP_BIAS, LATENT, index, FURTHER),
-        names=SIGMOID_NAMES,
-        further=FURTHER_AS_LAYERS,
-    )
-
-
-FAMILIES |= {
-    "deepseek_v32": _decoder("deepseek_v32", "DeepseekV32ForCausalLM", adjacent_pairs=False),
-    "glm_moe_dsa": _decoder("glm_moe_dsa", "GlmMoeDsaForCausalLM", adjacent_pairs=True),
 }

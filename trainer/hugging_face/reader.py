@@ -19,18 +19,8 @@ from torch.futures import Future
 from trainer.config.errors import ConfigError
 from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.pairs import LEFT_ASIDE, HFModel, check_shapes
-from trainer.hugging_face.parts import (
-    BLOCKS,
-    FLOATS,
-    SCALES,
-    dequantise,
-    dtype_of,
-    read_part,
-    read_rows,
-    shapes_of,
-    wider_types,
-    with_scales,
-)
+from trainer.hugging_face.parts import FLOATS, dtype_of, read_part, read_rows, wider_types
+from trainer.hugging_face.quantised import BLOCKS, SCALES, dequantise, shapes_of, with_scales
 from trainer.hugging_face.stored import Stored
 
 _ROWS = 4096  # rows that are compared at once

@@ -77,8 +77,8 @@ def _check_blocks(config: JobConfig, model: ModelArgs) -> None:
         if config.lora.quantizes(name) and inputs % NF4_BLOCK:
             degree = "use a smaller parallelism.tensor_parallel_degree, or " * (tp > 1)
             raise ConfigError(
-                f"lora.quantize = 'nf4' needs a multiple of {NF4_BLOCK} inputs of each weight on a rank, and {name} "
-                f"has {inputs}; {degree}leave lora.quantize out"
+                f"lora.quantize = 'nf4' needs a multiple of {NF4_BLOCK} inputs of each weight on a rank, "
+                f"and {name} has {inputs}; {degree}leave lora.quantize out"
             )
 
 

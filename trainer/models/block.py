@@ -27,10 +27,11 @@ from trainer.families.mixers import (
 from trainer.models.attention import Attention, SharedKeysAttention
 from trainer.models.beside_dense import ExpertsBesideDense
 from trainer.models.feed_forward import FeedForward, gated
-from trainer.models.latent_attention import LatentAttention, SparseAttention
+from trainer.models.latent_attention import LatentAttention
 from trainer.models.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from trainer.models.moe import MoE
 from trainer.models.norms import build_norm
+from trainer.models.sparse_attention import SparseAttention
 from trainer.models.tiles import in_tiles
 from trainer.parallel.tensor_parallel import Styles, tokens_divided
 

@@ -21,9 +21,9 @@ from trainer.data.packing import IGNORE_INDEX, PackedSequence
 from trainer.models.decoder import rotated_until
 from trainer.models.model_spec import Decoder
 from trainer.parallel.parallel_dims import ParallelDims
+from trainer.tasks.forward_pass import forward_only, own_batches
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
-from trainer.tasks.validation import forward_only, own_batches
 
 
 @dataclass(frozen=True)

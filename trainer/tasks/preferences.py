@@ -32,9 +32,9 @@ from trainer.models.model_spec import Decoder
 from trainer.observer import Observer, Positions
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.console import logger
+from trainer.tasks.forward_pass import reshard
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.task import RankInputs
-from trainer.tasks.validation import reshard
 from trainer.transforms.lora import without_adapters
 
 

@@ -49,8 +49,9 @@ def check_quantization_package(settings: LoRA) -> None:
         _import_package()
     except ImportError as error:
         raise ConfigError(
-            f"lora.quantize = {settings.quantize!r} needs bitsandbytes ({error}); install it with pip install "
-            "'.[qlora]' in the folder of this program or with pip install bitsandbytes, or leave lora.quantize out"
+            f"lora.quantize = {settings.quantize!r} needs bitsandbytes ({error}); install it with "
+            "pip install '.[qlora]' in the folder of this program or with pip install bitsandbytes, "
+            "or leave lora.quantize out"
         ) from None
 
 

@@ -7,13 +7,11 @@ without tokens. A whole shard stays when the job is killed, and the next job mak
 job that works on the same folder.
 """
 
-import fcntl
 import hashlib
 import json
 import multiprocessing
 import os
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -21,119 +19,24 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import numpy as np
+from typing import Any
 
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError
 from trainer.config.loader import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, write_whole
-from trainer.data.sources.records import HubData, Tally
-from trainer.data.sources.registry import DataSettings, Part, documents_of, source_of
+from trainer.data.sources.records import HubData
+from trainer.data.sources.registry import DataSettings, Part
 from trainer.data.token_files.format import (
-    CODES,
     MANIFEST,
-    NOTES,
     UNFINISHED,
-    index_bytes,
-    open_pair,
 )
 from trainer.data.token_files.inputs import Inputs, hash_of
-from trainer.data.tokenizers import chat_notes
-from trainer.data.tokenizers.tokenizer import NOTHING, vocab_size_of
+from trainer.data.token_files.shards import entry_of, write_shard
+from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.runtime.console import logger
 from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
-
-
-@contextmanager
-def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to append, and empty it if a write fails: a part of a file would keep a full disk full."""
-    with file.open("ab") as stream:
-        try:
-            yield stream
-        except OSError:
-            os.truncate(file, 0)  # another process may wait for this file, so it stays
-            raise
-
-
-def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
-    """Tokenize a part, and write its shard under a lock, the .idx file last. A second process waits for the shard.
-
-    Args:
-        settings: The data set.
-        part: The part.
-        stem: The path of the shard's files, without their endings.
-
-    Raises:
-        ConfigError: The data cannot be read, or a record is bad and not to be skipped.
-        OSError: A file cannot be written.
-    """
-    # uint16, or int32: the format has no uint32
-    code = 8 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4
-    encode = source_of(settings).encoder(settings)
-    dtype = np.dtype(CODES[code])
-    index = stem.with_suffix(".idx")
-    lengths = []
-    sums = []
-    answers = []
-    skipped = Tally()
-    notes = {}
-    with _emptied_on_error(stem.with_suffix(".bin")) as stream:
-        # a process of a run whose parent was killed may still write
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        if index.exists():
-            return
-        stream.truncate(0)
-        for document in documents_of(settings, part, skipped):
-            encoded = encode(document) if document else NOTHING
-            ids = encoded.ids
-            marks = encoded.answers
-            if encoded.notes:
-                chat_notes.add(notes, encoded.notes, document["where"]())
-            stream.write(content := ids.astype(dtype).tobytes())
-            lengths.append(len(ids))
-            sums.append(zlib.crc32(content))
-            if marks is not None:
-                answers.append(marks.tobytes())
-                sums[-1] = zlib.crc32(answers[-1], sums[-1])
-        stream.flush()
-        os.fsync(stream.fileno())
-        write_whole(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
-        if settings.dataset in CONVERSATIONS:
-            write_whole(stem.with_suffix(".answers"), *answers)
-            write_whole(stem.with_suffix(NOTES), json.dumps(notes).encode())
-        if skipped.number:
-            note = {"skipped": skipped.number, "first": skipped.first}
-            write_whole(stem.with_suffix(".skipped"), json.dumps(note).encode())
-        write_whole(index, *index_bytes(code, lengths))
-
-
-def entry_of(stem: Path) -> dict[str, Any]:
-    """Return the manifest's entry of a shard: documents, tokens, check sums, and skipped records.
-
-    Args:
-        stem: The path of the shard's files, without their endings.
-
-    Raises:
-        ConfigError: The index is damaged, or does not fit the ids.
-        OSError: A file is missing.
-    """
-    sums = {
-        name: zlib.crc32(stem.with_suffix(f".{name}").read_bytes()) for name in ("idx", "crc")
-    }
-    pair = open_pair(str(stem.with_suffix(".idx")))
-    note = {}
-    with suppress(FileNotFoundError):
-        note = json.loads(stem.with_suffix(".skipped").read_text("utf-8"))
-    return {
-        "documents": pair.documents,
-        "tokens": os.path.getsize(pair.ids) // pair.itemsize,
-        **sums,
-        **note,
-    }
-
 
 Log = Callable[[str], None]
 _ALONE_BYTES = 1 << 24  # input of about a second: other processes would take longer to start
