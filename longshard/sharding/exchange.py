@@ -22,7 +22,7 @@ Ranks = DeviceMesh | ProcessGroup
 
 # kind -> calls of this process; tests compare the calls with the cost of a plan
 calls: Counter[str] = Counter()
-# kind -> bytes that this process sent to others; `all_reduce`, `all_gather` and `broadcast` are not counted
+# kind -> bytes that this process sent to others; `all_reduce` and `all_gather` are not counted
 bytes_sent: Counter[str] = Counter()
 
 
@@ -58,22 +58,6 @@ def all_gather(x: Tensor, over: Ranks) -> Tensor:
         return gathered.copy_(x.detach())
     all_gather_single(gathered.view(-1), x.reshape(-1), group=_group(over))
     return gathered
-
-
-def broadcast(x: Tensor, over: Ranks) -> Tensor:
-    """Copy the `x` of the first rank to all other ranks, in place, and return it.
-
-    Args:
-        x: A contiguous tensor of any shape, which is the same on every rank.
-        over: The ranks.
-
-    Returns:
-        `x`.
-    """
-    if over.size() > 1:
-        _count("broadcast")
-        dist.broadcast(x, group=_group(over), group_src=0)
-    return x
 
 
 def has_peers(over: Ranks) -> bool:

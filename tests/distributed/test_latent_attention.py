@@ -43,7 +43,8 @@ def test_every_method_layout_and_mask_equals_one_process(pool: WorkerPool, degre
 @pytest.mark.parametrize("degrees", [(2, 2), (3, 2)])
 def test_a_ring_of_head_groups(pool: WorkerPool, degrees: tuple[int, int]) -> None:
     options = ContextParallelOptions("hybrid", hybrid_degrees=degrees)
-    cases = [replace(case, options=replace(options, load_balancer=case.options.load_balancer)) for case in cases_of("ring")]
+    balancers = [(case, case.options.load_balancer) for case in cases_of("ring")]
+    cases = [replace(case, options=replace(options, load_balancer=balancer)) for case, balancer in balancers]
     assert_exact(pool, degrees[0] * degrees[1], cases)
 
 
