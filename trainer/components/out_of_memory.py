@@ -110,11 +110,11 @@ def _smaller_batch(job: ResolvedJob) -> str:
     total = ""
     if training.global_batch_size == -1:
         total = f" with training.global_batch_size = {size * job.degrees.dp}"
-    return f"training.local_batch_size = {fewer}{total}: the same step in doubled micro-batches"
+    return f"training.local_batch_size = {fewer}{total}: the same step in more micro-batches"
 
 
 def _savers_of_last_resort(job: ResolvedJob) -> Savers:
-    """Return settings that cost much time, change the step or need doubled ranks."""
+    """Return settings that cost much time, change the step or need more ranks."""
     training = job.config.training
     degrees = job.degrees
     pieces = degrees.cp * degrees.tp
@@ -152,7 +152,7 @@ def _activation_savers(job: ResolvedJob) -> Savers:
         ),
         (
             activations.mode != "full" and not splits_backward,
-            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third doubled FLOPs',
+            'activation_checkpoint.mode = "full": keep only the input of each layer, for a third more FLOPs',
         ),
         (
             recomputes
