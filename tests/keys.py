@@ -463,7 +463,7 @@ EFFECTS: dict[str, str | Seen] = {
     # ---- lora
     "lora.rank": f"{_LORA}::test_frozen_weights_stay",
     "lora.alpha": f"{_LORA}::test_adapters_train_here_as_in_peft",
-    "lora.quantize": "distributed/test_quantized.py::test_adapters_train_as_over_the_dequantised_weights",
+    "lora.quantize": "tests/distributed/test_quantized.py::test_adapters_train_as_over_the_dequantised_weights",
     "lora.dropout": f"{_LORA}::test_layouts_drop_the_same_inputs",
     "lora.whole": f"{_LORA}::test_layouts_train_embedding_and_output_beside_adapters",
     "lora.modules": f"{_LORA}::test_adapters_train_here_as_in_peft",

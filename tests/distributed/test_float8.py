@@ -150,7 +150,7 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # what it does inside comes here, too
         name = func.name().split(".")[0]
-        if "allgather" in name:
+        if "allgather" in name and isinstance(args[0], torch.Tensor):  # a list: of objects
             self.counts["gathered"] += args[0].nbytes
         if name == "_c10d_functional::all_reduce":
             self.counts["reductions"] += 1

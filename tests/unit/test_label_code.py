@@ -25,7 +25,7 @@ CODE = (
     "trainer/data/tokenizers/template_files.py",
     "trainer/data/tokenizers/template_sandbox.py",
 )
-HASHES = {2: "c8da4a64156a1491"}
+HASHES = {2: "4c15cb592ef3d119"}
 
 
 def code_of(source: str) -> str:

@@ -19,7 +19,7 @@ _CHANGES = {
         "faulthandler.enable",
         "putenv",
         "setrlimit",
-        "activate",
+        "activate_flash_attention_impl",
     ),
 }
 _SETTINGS = (

@@ -127,7 +127,7 @@ class Chunks:
         if x.beta is not None:
             self.among = among[0].masked_fill(~self.strict, 0)
             # Compute the whole inverse, which the backward uses too: a solution for each column would cost more.
-            one = x.q.new_ones(size).diag().expand_as(self.among)
+            one = torch.eye(size, dtype=x.q.dtype, device=x.q.device).expand_as(self.among)
             self.solve = torch.linalg.solve_triangular(
                 x.beta * self.among, one, upper=False, unitriangular=True
             )
@@ -143,11 +143,14 @@ class Chunks:
         maps = []
         k = x.k.shape[-1]
         v = x.v.shape[-1]
-        identity = x.k.new_ones(k, 1) if x.beta is None else x.k.new_ones(k).diag()
+        columns = v + (1 if x.beta is None else k)
         for first, end in self.fragments:
             runs = self._runs(first, end)
-            state = x.k.new_zeros(*x.k.shape[:2], runs, k, v + identity.shape[1])
-            state[..., v:] = identity
+            state = x.k.new_zeros(*x.k.shape[:2], runs, k, columns)
+            if x.beta is None:
+                state[..., v:] = 1
+            else:
+                state[..., v:] = torch.eye(k, dtype=state.dtype, device=state.device)
             for at, here in self._steps(first, end):
                 old = state[:, :, here]
                 new = self.through[:, :, at] * old

@@ -119,7 +119,7 @@ class KernelPass:
             tokens = [self._batch(x, length) for x in (k, k, v, decay, *beta)]
             state = self._group_states(maps, numbers).zero_()
             if beta:
-                state[..., v_dim:] = state.new_ones(k_dim).diag()
+                state[..., v_dim:] = torch.eye(k_dim, dtype=state.dtype, device=state.device)
                 after = _by_kernels(tokens, state, 1.0)[1]
             else:
                 after = _by_kernels(tokens, state[..., :v_dim].contiguous(), 1.0)[1]
