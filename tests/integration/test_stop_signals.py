@@ -3,7 +3,8 @@
 Real jobs of two ranks; `faulty_train.py` signals the launcher from within a part of the run.
 """
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +24,14 @@ QUICK = (("SIGUSR1", "validation"), ("SIGHUP", "checkpoint"))
 CASES = [(name, place) for name in STOP_SIGNALS for place in PLACES if (name, place) not in QUICK]
 LONG = "--comm.train_timeout_seconds=100"
 """Two ranks that compile take minutes on a busy machine."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _not_under_nohup() -> Iterator[None]:
+    """A run under `nohup` ignores SIGHUP. The tests may stand under it, and their runs do not."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module")
