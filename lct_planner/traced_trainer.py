@@ -45,8 +45,10 @@ class _Loader:
         numbers = np.random.default_rng(0)
         while True:
             ids = np.sort(numbers.integers(0, DOCUMENTS, shape), axis=1)
-            names = ("tokens", "labels", "positions")
-            batch = {name: torch.zeros(shape, dtype=torch.int64) for name in names}
+            batch = {
+                name: torch.zeros(shape, dtype=torch.int64)
+                for name in ("tokens", "labels", "positions")
+            }
             batch["document_ids"] = torch.from_numpy(ids)
             if planner is not None:
                 batch["plan"] = planner({"document_ids": ids})

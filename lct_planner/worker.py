@@ -244,7 +244,7 @@ def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
         config=nothing,
         user_config=nothing,
         compilation=compilation,
-        pipeline=resolve_pipeline(nothing, job.model),
+        pipeline=plan and resolve_pipeline(nothing, job.model),
     )
 
 

@@ -116,7 +116,7 @@ HYBRID = (
     Mutant(
         "kernels take the transition of a state of zeros",
         f"{_CP}/execution/linear_kernels.py",
-        "state[..., v_dim:] = state.new_ones(k_dim).diag()",
+        "state[..., v_dim:] = torch.eye(k_dim, dtype=state.dtype, device=state.device)",
         "pass",
         _INTERPRETED,
     ),
