@@ -71,7 +71,7 @@ def operator(
     place, local = _local(x, plan)
     maps = local.maps() if place.has_maps else None
     transitions = [] if maps is None else [maps[..., x.v.shape[3] :]]
-    out, entries, last = local.forward(place.ends(local.zeros, maps, reverse=False))
+    out, entries, last = local.forward(place.ends(local, maps, reverse=False))
     kept = torch.cat([part.reshape(-1) for part in (entries, *transitions)])
     return out.to(x.v.dtype), kept.view(torch.uint8), last.clone()
 
@@ -97,7 +97,7 @@ def _operator_backward(
         *shape, k_dim, _ = local.shape
         transitions = kept[size:].view(*shape, k_dim, 1 if beta is None else k_dim)
         maps = torch.cat((local.biases(), transitions), -1)
-    *wide_gradients, dbeta = local.backward(place.ends(local.zeros, maps, reverse=True))
+    *wide_gradients, dbeta = local.backward(place.ends(local, maps, reverse=True))
     gradients = [
         x.to(y.dtype).view(y.shape) for x, y in zip(wide_gradients, tokens, strict=True)
     ]

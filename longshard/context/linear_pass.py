@@ -23,6 +23,7 @@ from longshard.context.execution.linear_chunks import (
     Inputs,
     Tokens,
 )
+from longshard.context.execution.linear_kernels import KernelPass
 from longshard.context.execution.linear_pairs import BLOCK
 from longshard.context.execution.linear_states import KnownStates, joined, stacked, through_runs
 from longshard.context.linear_scan import InOrder, aligned, fragments_of, states_before
@@ -122,17 +123,19 @@ class Place:
         """Whether some fragment has several runs."""
         return any(end - first > self.run for first, end in self.fragments)
 
-    def ends(self, zeros: Tensor, maps: Tensor | None, *, reverse: bool) -> KnownStates:
+    def ends(
+        self, local: "ChunkedPass | KernelPass", maps: Tensor | None, *, reverse: bool
+    ) -> KnownStates:
         """Return the states before fragments: by the maps, or zeros, or those that go from fragment to fragment.
 
         Args:
-            zeros: Zeros for all fragments, (B, F, H, K, V).
+            local: The pass over these fragments, whose states have the shape (B, F, H, K, V).
             maps: The maps of the fragments, (B, F, H, K, V + width); None if ranks send no maps.
             reverse: Whether states go from the last fragment to the first.
         """
         if maps is not None:
-            return KnownStates(states_before(maps, self.axis, zeros.shape[-1], reverse=reverse))
-        known = KnownStates(zeros)
+            return KnownStates(states_before(maps, self.axis, local.shape[-1], reverse=reverse))
+        known = KnownStates(local.zeros)
         return InOrder(known.zero, self.axis, reverse=reverse) if self.sends else known
 
     def _moved(self, x: Tensor, *, back: bool = False) -> Tensor:

@@ -191,4 +191,6 @@ def test_bad_input_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ConfigError, match=r"lora\.quantize = 'nf4' needs bitsandbytes .* pip install '\.\[qlora\]'"):
         quantized.check_quantization_package(LoRA(rank=4, quantize="nf4"))
+    with pytest.raises(ConfigError, match=r"needs bitsandbytes"):  # commands that read a run ask here first
+        quantized.quantize_linear(nn.Linear(64, 1, device="meta"), torch.float32)
     quantized.check_quantization_package(LoRA(rank=4))

@@ -101,7 +101,10 @@ def test_commands_are_found() -> None:
     assert len(COMMANDS) > 80
     for path in PAGES_WITH_OUTPUT:
         shown = {text for text, command in COMMANDS.items() if command.shown is not None}
-        assert len({*with_output(path.read_text())} & shown) > 3
+        text = path.read_text()
+        commands = with_output(text)
+        assert len(commands) == text.count("\n    $ ") > 3
+        assert {*commands} <= shown
 
 
 def test_all_python_of_the_pages_is_run() -> None:

@@ -208,11 +208,13 @@ def test_a_version_is_written_into_all_files(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
+    changes = tmp_path / "CHANGELOG.md"
+    changes.write_text(changes.read_text().replace(set_version.OPEN, f"{set_version.OPEN}\n### Added\n\n* A key.\n"))
     assert len(set_version.differences("9.8.7", tmp_path)) == len(names)
     set_version.write("9.8.7", tmp_path)
     assert set_version.differences("9.8.7", tmp_path) == []
-    changes = (tmp_path / "CHANGELOG.md").read_text()
-    assert re.search(r"## Not released\n\n## 9\.8\.7 \(\d{4}-\d\d-\d\d\)\n\n##", changes)
+    pattern = r"## Not released\n\n## 9\.8\.7 \(\d{4}-\d\d-\d\d\)\n\n### Added\n\n\* A key\.\n"
+    assert re.search(pattern, changes.read_text())
     with pytest.raises(ValueError, match=r"no heading of 9\.8\.7"):
         set_version.write("9.8.7", tmp_path)
     (tmp_path / "CITATION.cff").write_text("title: x\n")

@@ -141,7 +141,7 @@ class Checkpointer:
             if not self.settings.load_only:
                 makes = self.dims.is_first
                 raise_on_all_ranks(
-                    lambda: prepare(self._config, self.folder) if makes else None, world
+                    lambda: prepare(self._config, self.folder) if makes else None
                 )
         if step == 0 and initial is not None and not self.settings.initial_load_model_only:
             self._once(lambda: check_initial_weights(self._config, self._model) or b"")
@@ -170,7 +170,7 @@ class Checkpointer:
         return step, tokens_seen
 
     def load_initial(self, model_parts: Sequence[nn.Module]) -> None:
-        """Load the weights of `checkpoint.initial_load_path` into the parts of a model. A collective.
+        """Load the weights of `checkpoint.initial_load_path`, if it is set, into the parts of a model. A collective.
 
         Args:
             model_parts: The model parts of this rank.
@@ -178,14 +178,13 @@ class Checkpointer:
         Raises:
             SharedConfigError: On every rank, if the weights are damaged, or of another model.
         """
-        world = self.dims["world"]
+        if self.settings.initial_load_path is None:
+            return
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
         *peft, base = readers = raise_on_all_ranks(
-            lambda: open_initial(self._config, self._model, self._once), world
+            lambda: open_initial(self._config, self._model, self._once)
         )
-        raise_on_all_ranks(
-            lambda: load_weights(readers, model_parts, adapters=bool(peft)), world
-        )
+        raise_on_all_ranks(lambda: load_weights(readers, model_parts, adapters=bool(peft)))
         types = {name: x.dtype for x, name in names_of(model_parts).items()}
         if isinstance(base, HFReader) and (rounded := base.rounded_to(types)):
             logger.info(

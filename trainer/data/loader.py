@@ -19,8 +19,7 @@ from trainer.data.packing import PackedSequence
 from trainer.observer import Positions
 
 Batch = dict[str, Any]
-
-
+"""A `TextBatch` that is being made."""
 Planner = Callable[[Mapping[str, np.ndarray]], object]
 """Makes the plan of the attention of a batch from its arrays."""
 

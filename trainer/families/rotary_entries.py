@@ -58,12 +58,12 @@ def rotary_share(config: Entries) -> float:
 
 
 KINDS = "default", "linear", "llama3", "yarn", "longrope"
+"""Types of rotary positions that most architectures support."""
 _NUMBERS = {
     "llama3": {"low_freq_factor": None, "high_freq_factor": None},
     "yarn": {"beta_fast": 32.0, "beta_slow": 1.0},
 }
 """Numbers of a kind, which are fields of `RopeScaling` too -> the usual one. None: the entry is needed."""
-"""Types of rotary positions that most architectures support."""
 
 
 def rotary(config: Entries, kinds: Sequence[str] = KINDS) -> tuple[float, RopeScaling | None]:

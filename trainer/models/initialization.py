@@ -134,7 +134,7 @@ class Weights(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         """Return the parameter."""
         return self.weight
 
@@ -151,9 +151,7 @@ class Filled(Weights):
         super().__init__(size)
         self.value = value
 
-    def init_parameter(
-        self, name: str, parameter: torch.Tensor, generator: torch.Generator
-    ) -> None:
+    def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
         """Set the parameter.
 
         Args:

@@ -70,8 +70,7 @@ class PreferenceTask(LanguageTask):
         for part in self._reference:
             part.requires_grad_(False)
         start = self.config.checkpoint.initial_load_path
-        if start is not None:  # None: the step is traced
-            loop.checkpoint.load_initial(self._reference)
+        loop.checkpoint.load_initial(self._reference)
         if self.job.pipeline is not None:
             self._reference_pipeline = loop.build_pipeline(self.job.pipeline, self._reference)
         logger.info(f"the reference is a frozen copy of the weights in {start}")

@@ -88,15 +88,15 @@ def apply_lora(
         if (module := getattr(model, name)) is not None:  # a stage of a pipeline may lack it
             module.requires_grad_(True)
     for name, module in model.named_modules():
-        is_linear = isinstance(module, nn.Linear)
-        linear_dtype = module.weight.dtype if is_linear else None
-        if is_linear and quantized_for is not None and settings.quantizes(name):
-            quantize_linear(module, quantized_for)
-        if is_linear and settings.adapts(name):
-            dropout = Dropout(parameter_seed(seed, f"{name}/dropout"), settings.dropout)
-            _adapt(module, settings, dropout, linear_dtype)
-        elif is_linear and settings.dropout and name.startswith("layers."):
-            replace_forward(module, "adapters", partial(_without_adapter, module.forward))
+        if isinstance(module, nn.Linear):
+            dtype = module.weight.dtype
+            if quantized_for is not None and settings.quantizes(name):
+                quantize_linear(module, quantized_for)
+            if settings.adapts(name):
+                dropout = Dropout(parameter_seed(seed, f"{name}/dropout"), settings.dropout)
+                _adapt(module, settings, dropout, dtype)
+            elif settings.dropout and name.startswith("layers."):
+                replace_forward(module, "adapters", partial(_without_adapter, module.forward))
         for weight in getattr(module, "stacked", ()):
             if settings.adapts(f"{name}.{weight}"):
                 module.adapter_scale = settings.scale

@@ -18,6 +18,7 @@ State of the process: The level of a logger, while bitsandbytes is imported.
 import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -43,16 +44,8 @@ def check_quantization_package(settings: LoRA) -> None:
     Raises:
         ConfigError: It is not installed.
     """
-    if settings.quantize == "none":
-        return
-    try:
+    if settings.quantize != "none":
         _import_package()
-    except ImportError as error:
-        raise ConfigError(
-            f"lora.quantize = {settings.quantize!r} needs bitsandbytes ({error}); install it with "
-            "pip install '.[qlora]' in the folder of this program or with pip install bitsandbytes, "
-            "or leave lora.quantize out"
-        ) from None
 
 
 def quantize_linear(module: nn.Linear, dtype: torch.dtype) -> None:
@@ -61,6 +54,9 @@ def quantize_linear(module: nn.Linear, dtype: torch.dtype) -> None:
     Args:
         module: The module, after tensor parallelism. A rank's inputs are a multiple of 64.
         dtype: The dtype in which FSDP gathers parameters.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
     """
     _import_package()
     weight = module.weight
@@ -144,7 +140,13 @@ def unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
 def _import_package() -> None:
     # on a CPU, importing bitsandbytes warns of a kernel for inference
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    import bitsandbytes  # noqa: F401
+    try:
+        import_module("bitsandbytes")  # registers its operators
+    except ImportError as error:
+        raise ConfigError(
+            f"lora.quantize = 'nf4' needs bitsandbytes ({error}); install it with pip install '.[qlora]' "
+            "in the folder of this program or with pip install bitsandbytes, or leave lora.quantize out"
+        ) from None
 
 
 def _numbers(dtype: torch.dtype) -> int:

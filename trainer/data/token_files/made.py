@@ -27,10 +27,7 @@ from trainer.config.loader import IMPORTED, import_packages
 from trainer.data.sources.files import cache_folder, write_whole
 from trainer.data.sources.records import HubData
 from trainer.data.sources.registry import DataSettings, Part
-from trainer.data.token_files.format import (
-    MANIFEST,
-    UNFINISHED,
-)
+from trainer.data.token_files.format import MANIFEST, UNFINISHED
 from trainer.data.token_files.inputs import Inputs, hash_of
 from trainer.data.token_files.shards import entry_of, write_shard
 from trainer.data.tokenizers.tokenizer import vocab_size_of

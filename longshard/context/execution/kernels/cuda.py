@@ -114,7 +114,7 @@ class Efficient(_Aten):
         m = k.shape[2]
         out, lse, *_ = self._ops._efficient_attention_forward(
             *map(_rows, (q, repeated(k, q.shape[1]), repeated(v, q.shape[1]))), self._bias(q, m, relation),
-            None, None, n, m, 0.0, _CAUSAL_FROM_BOTTOM_RIGHT * (relation is Relation.CAUSAL), True, scale=scale,
+            None, None, n, m, 0.0, _mask_type(relation), True, scale=scale,
         )  # fmt: skip
         return _heads(out, size), lse[..., :n]
 
@@ -129,8 +129,7 @@ class Efficient(_Aten):
         lse = F.pad(lse, (0, -n % _LSE_MULTIPLE), value=torch.inf).contiguous()
         dq, *dkv, _ = self._ops._efficient_attention_backward(
             dout, *map(_rows, (q, k_, v_)), self._bias(q, m, relation), out, None, None, n, m, lse, 0.0,
-            *_random_state(torch.int64, q.device), _CAUSAL_FROM_BOTTOM_RIGHT * (relation is Relation.CAUSAL), False,
-            scale=scale,
+            *_random_state(torch.int64, q.device), _mask_type(relation), False, scale=scale,
         )  # fmt: skip
         return _heads(dq, size), *(summed(_heads(x, size), k.shape[1]) for x in dkv)
 
@@ -259,6 +258,10 @@ _MOST_SHAPES = 256  # half a minute of plans, and no more, in a run
 # custom_mask_type of the memory-efficient operators; 1 is from the top left
 _CAUSAL_FROM_BOTTOM_RIGHT = 2
 _LSE_MULTIPLE = 32  # the memory-efficient operators pad the log-sum-exp to a multiple of it
+
+
+def _mask_type(relation: Relation) -> int:
+    return _CAUSAL_FROM_BOTTOM_RIGHT if relation is Relation.CAUSAL else 0
 
 
 def _check_square(relation: Relation, n: int, m: int) -> None:
