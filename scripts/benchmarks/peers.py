@@ -136,9 +136,14 @@ def measure(setting: Setting, layouts: Sequence[str], repeats: int) -> dict[str,
     rows = {name: row(each, tokens) for name, each in runs.items()}
     trained = {layout: rows[layout] for layout in layouts}
     theirs = {name: rows[name] for name in case.peers}
-    result = {"tokens": tokens, "lct train": trained, "peers": theirs, "differences": differences(trained, theirs)}
-    if setting.name != "dpo":  # the planner does not trace the reference of preferences
-        result["predicted_gib"] = {name: round(size, 4) for name, size in memory(setting).items()}
+    predicted = {name: round(size, 4) for name, size in memory(setting).items()}
+    result = {
+        "tokens": tokens,
+        "lct train": trained,
+        "peers": theirs,
+        "differences": differences(trained, theirs),
+        "predicted_gib": predicted,
+    }
     return result | ({"float64": in_float64(setting, steps)} if setting.name == "sft" else {})
 
 
@@ -200,7 +205,7 @@ def memory_sentence(cases: Mapping[str, Mapping[str, Any]]) -> str:
         f"{case['predicted_gib']['allocated'] + case['predicted_gib']['process']:.1f} and "
         f"{case['lct train']['1 rank']['peak_gib']:.1f} GiB ({name})"
         for name, case in cases.items()
-        if "1 rank" in case["lct train"] and "predicted_gib" in case
+        if "1 rank" in case["lct train"]
     ]
     return f"Predicted and measured on one rank: {', '.join(compared)}."
 
@@ -217,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cases", default=",".join(CASES), help="some of the cases, with commas (default: all)")
     add("--layouts", default=",".join(LAYOUTS), help="some of the layouts, with commas (default: all)")
     add("--steps", type=int, default=10, help="steps of each run (default: 10)")
-    add("--seq-len", type=int, default=160, help="tokens of a sequence of `lct train` (default: 160)")
+    add("--seq-len", type=int, default=224, help="tokens of a sequence of `lct train` (default: 224)")
     add("--repeats", type=int, default=3, help="runs of each contender (default: 3)")
     add("--threads", type=int, default=os.cpu_count(), help="threads of each contender (default: one a CPU)")
     add("--json", type=Path, metavar="FILE", help="write the result there; other cases in it stay")
@@ -254,8 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = {key: x for key, x in asdict(setting).items() if key in ("steps", "seq_len", "threads")}
             kept[name] = shown | {"repeats": args.repeats, "made_with": head} | measure(setting, layouts, args.repeats)
             print(table({name: kept[name]}) + "\n", flush=True)
-            if "predicted_gib" in kept[name]:
-                print(memory_sentence({name: kept[name]}) + "\n", flush=True)
+            print(memory_sentence({name: kept[name]}) + "\n", flush=True)
             if name == "sft":
                 print(sentence(kept[name]) + "\n", flush=True)
             if args.json:
