@@ -149,11 +149,14 @@ def non_negative(rows: np.ndarray, seconds: np.ndarray, offset: np.ndarray) -> n
 
 
 def record(memory: int, costs: dict[str, float]) -> str:
-    """Return the record as TOML. Peaks are measured rates; attention's share is relative to products.
+    """Return the record as TOML.
+
+    `flops` and `bandwidth` are measured rates. The rates of links are fixed fractions of `bandwidth`. The efficiency of
+    attention is its rate divided by the rate of matrix products.
 
     Args:
         memory: Memory of this machine in bytes.
-        costs: Seconds per unit of each quantity.
+        costs: Name of each of `QUANTITIES` -> seconds per unit.
     """
     import tomli_w  # here: a machine without it can plan
 

@@ -159,7 +159,10 @@ class _Search:
             )
 
     def _degrees(self, tp: int, least: int) -> Choice | None:
-        """Try context-parallel degrees from `least` on, ascending, until two in a row are slower; return the best."""
+        """Try context-parallel degrees from `least` on, ascending; return the best choice, None if no degree fits.
+
+        Stop after two degrees in a row that are not faster than the best one before.
+        """
         best: Choice | None = None
         slower = 0
         for cp in (

@@ -12,7 +12,7 @@ def lazy_exports(
 
     Args:
         package: The full name of the package.
-        modules: Module, relative to the package, to its public names, separated by spaces.
+        modules: Name of each module in the package, without a leading dot -> its public names, separated by spaces.
     """
     module_of = {name: module for module, names in modules.items() for name in names.split()}
 

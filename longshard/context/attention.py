@@ -94,11 +94,12 @@ def operator(
         plan: The handle, (B,) int64.
         settings: The fields of `AttentionSettings`, in order.
         sinks: (H,); None if absent.
-        up: (H, N + V, R); None if absent.
+        up: As for `context_parallel_attention`, (H, N + V, R); None if absent.
 
     Returns:
-        Output, log-sum-exp, and two 1-D tensors of bytes: q, k, v and the results, for all rows of this rank's heads.
-        Their lengths depend on the layout of the batch; they are empty unless keep_exchanged.
+        Output, log-sum-exp, and two 1-D tensors of bytes. The first of the two holds the exchanged q, k and v, for all
+        rows of this rank's heads. The second one holds output and log-sum-exp of the same rows and heads. The lengths
+        of both tensors of bytes depend on the layout of the batch. Both are empty unless keep_exchanged.
     """
     how = AttentionSettings.of(settings)
     _check_call(how.scale)

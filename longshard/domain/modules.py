@@ -97,7 +97,7 @@ class NeighborhoodAttention(nn.Module):
 
 
 def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Prepare a model for sharded inputs, in place, and return its output for these inputs, on the meta device.
+    """Prepare a model for sharded inputs, in place. Return its output for them, without values, on the meta device.
 
     A collective: all ranks must describe their inputs alike, which is compared by a hash.
 
@@ -111,7 +111,8 @@ def parallelize(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         DomainOperatorError: The forward calls a function that is not handled, or checkpoints in the reentrant way; the
-            message names the module. Or a module that gets a sharded tensor has a hook of `register_backward_hook`.
+            message names the module. Also raised if a module with a hook of `register_backward_hook` gets a sharded
+            tensor.
         ValueError: Layouts, shapes or types differ between ranks.
     """
     tensors = [x for x in flat((args, kwargs)) if isinstance(x, DomainTensor)]

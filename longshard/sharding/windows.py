@@ -91,7 +91,7 @@ def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> 
     Args:
         layout: The layout of the inputs.
         window: The window.
-        within: Whether tiles read only rows of the axis, not its padding.
+        within: Whether to cut the inputs of each tile at the ends of the axis. The caller then adds the padding.
 
     Raises:
         ValueError: The window is longer than the padded axis.

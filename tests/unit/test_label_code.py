@@ -82,7 +82,11 @@ def test_token_files_of_other_ends_or_of_another_template_are_refused(settings, 
     before = config.read_text()
     for name, token, words in (
         ("eos_token", "<|end|>", "other tokens at the beginning or end of documents than the files next to"),
-        ("pad_token", "<|pad|>", "another chat template, or other special tokens in it, than the files next to"),
+        (
+            "pad_token",
+            "<|pad|>",
+            "another template, or other special tokens in it, than model.chat_template or the files next to",
+        ),
     ):
         config.write_text(json.dumps(json.loads(before) | {name: token}))
         with pytest.raises(ConfigError, match=words):
@@ -90,7 +94,7 @@ def test_token_files_of_other_ends_or_of_another_template_are_refused(settings, 
     config.write_text(before)
     assert catalog_of(tokens)
     template.write_text(CHATML + "{# another one #}")
-    with pytest.raises(ConfigError, match="another chat template"):
+    with pytest.raises(ConfigError, match="another template"):
         catalog_of(tokens)
     template.unlink()
     assert catalog_of(tokens), "a run without a template asks for none"

@@ -105,7 +105,7 @@ def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
 def areas_of(
     case: Case, rank: int, stage: Stage, tokens: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the pairs (query, key) of each tile of a stage, as two arrays of indices of `tokens`.
+    """Yield the visible pairs of each tile of a stage: their queries and their keys, two arrays of indices of `tokens`.
 
     Args:
         case: The case.

@@ -9,11 +9,11 @@ from trainer.runtime.console import line_width
 def console_line(
     metrics: StepMetrics, total_steps: int, eta_seconds: float, *, position: str = "tok"
 ) -> str:
-    """Return one line of at most `line_width()` characters: progress, loss, speed, resources, time left.
+    """Return one line: progress, loss, speed, resources, time left.
 
-    If the device's peak is known, its used share replaces `max`, the largest loss of a sequence. If the line is too
-    long, it gets single blanks; then `data` (waiting for data, from 5 % on) and `max` are left out; at last the
-    resources.
+    If the device's peak is known, its used share replaces `max`, the largest loss of a sequence. `data`, the share of
+    time that waits for data, is shown from 5 % on. A line longer than `line_width()` gets single blanks. If it is still
+    too long, it loses `data`, then `max`, then the resources. The shortest form is returned even if it is too long.
 
     Args:
         metrics: Metrics of the step.

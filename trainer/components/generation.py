@@ -203,7 +203,10 @@ def _read(
     new_tokens: int,
     positions: Tensor | None,
 ) -> tuple[GenerationCache, Tensor]:
-    """Read texts; return the cache, with room for `new_tokens` tokens, and the hidden states at `positions`."""
+    """Read texts; return the cache, with room for `new_tokens` tokens, and the hidden states, (B, N, dim).
+
+    positions: The positions of the hidden states, (B, N); None for the last token of each text.
+    """
     device = torch.device(job.device_type)
     cp = dims["cp"]
     tp = dims["tp"]

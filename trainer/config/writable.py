@@ -94,7 +94,7 @@ def full_disk(error: BaseException, folder: Path, needed: int = 0) -> str:
     Args:
         error: The error of a write.
         folder: The folder.
-        needed: Bytes to be written, 0 if unknown.
+        needed: Bytes to be written, which the answer then names, too; 0 if unknown.
     """
     cause = os_error_of(error)
     if cause is None or cause.errno not in _REASONS:

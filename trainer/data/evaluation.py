@@ -86,8 +86,8 @@ def needle_prompts(
 ) -> list[NeedlePrompt]:
     """Return `samples` prompts for each depth, one sample after another.
 
-    The prompts of a sample differ only in the needle's place. The last token of the answer is the last label, and
-    is no token of the sequence.
+    The prompts of a sample differ only in the needle's place. The sequence ends before the last
+    token of the answer, which is only a label.
 
     Args:
         tokenizer: The tokenizer of the model.

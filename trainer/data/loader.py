@@ -249,7 +249,7 @@ class BatchesAhead:
                 raise step.batches
 
     def take(self) -> list[Batch]:
-        """Return the batches of the next step; raise the error of making them."""
+        """Return the batches of the next step; make them first if `make` has not. Raise the error of making them."""
         self.make()
         made = self._made.popleft().batches
         if isinstance(made, Exception):

@@ -90,7 +90,12 @@ _QWEN_FURTHER = {
 
 
 def _qwen3_5(kind: str, architecture: str, *parts: Part) -> HFDecoder:
-    """Return Qwen3.5's architecture, `kind` with these parts. Its published folders read images, too."""
+    """Return the decoder of a Qwen3.5 model.
+
+    kind: Model type of the published folders, which read images, too; the decoder's own type is `{kind}_text`.
+    architecture: Name of the decoder's class in transformers.
+    parts: What the decoder has beyond the dense model, such as experts.
+    """
     linear = Part(partial(_read_qwen, by_head=False), _write_qwen, _NEEDS)
     return HFDecoder(
         f"{kind}_text",

@@ -150,10 +150,10 @@ def _attention_factor(table: Entries) -> float | None:
 
 
 def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Return the entries of a scaling.
+    """Return the entries of a scaling as `rope_parameters` or `rope_scaling` has them, without theta.
 
     Args:
-        scaling: The scaling. None: no scaling.
+        scaling: The scaling. None: no scaling, which is `{"rope_type": "default"}`.
     """
     if scaling is None:
         return {"rope_type": "default"}

@@ -130,7 +130,10 @@ def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallel
 
 
 def _check_keeping(model: ModelArgs, passes: int, queries: int) -> None:
-    """Raise a ConfigError if ranks exchange latents, or exchange a few heads at a time."""
+    """Raise a ConfigError if exchanged heads cannot be kept: ranks exchange latents, or a few heads at a time.
+
+    passes, queries: Key/value heads, and query heads, that ranks exchange at a time; 0 means all.
+    """
     if latent_of(model) is not None:
         raise ConfigError(
             "parallelism.context_parallel_keep_exchanged = true keeps keys and values, and latent attention sends "

@@ -23,13 +23,14 @@ _SECONDS = 3.0  # time after which it stops reading: trajectories may be long
 
 
 def check_mixture(config: JobConfig) -> None:
-    """Check that each source has a name, a path and a weight, and that its kind of data has files.
+    """Check that each source has a name of its own, a path and a weight, and that `training.dataset` reads files.
 
     Args:
         config: The configuration of the run.
 
     Raises:
-        ConfigError: A source lacks one of these.
+        ConfigError: The numbers of names, paths and weights differ. A name is invalid, or repeated. A weight is
+            negative, or all are 0. `training.dataset_path` is set, too. Or `training.dataset` reads no files.
     """
     mixture = config.mixture
     training = config.training

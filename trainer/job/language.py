@@ -61,7 +61,9 @@ class Language(TaskSpec):
     validates, fixed_shapes = True, False
 
     def next_command(self, config: JobConfig) -> str:
-        """Return `lct chat` after training on conversations with a template, else `command`.
+        """Return `lct chat {}` after training on conversations with a template, else `command`.
+
+        {} stands for the folder of the run.
 
         Args:
             config: The configuration of the run.

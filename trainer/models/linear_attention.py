@@ -55,7 +55,7 @@ class Decay(nn.Module):
         self.dt_bias = Weights(heads * channels)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logarithms of decays and steps, (B, S, H) each. With several channels (B, S, H, channels).
+        """Return the logarithms of the decays, and the steps, (B, S, H) each. Several channels: (B, S, H, channels).
 
         Args:
             x: (B, S, H * channels).

@@ -151,7 +151,10 @@ class SparseAttention(LatentAttention):
         self.inner_attention.per_query = 0
 
     def tensor_parallel_styles(self) -> Styles:
-        """Return how tensor-parallel ranks divide it. A rank computes the index of its tokens. Then it gathers all."""
+        """Return how tensor-parallel ranks divide this module.
+
+        Each rank computes the index of its own tokens. Then it gathers the index of all tokens.
+        """
         own = tokens_divided(("queries", "keys", "key_norm", "head_weights"))
         return super().tensor_parallel_styles() | prefixed(
             "indexer", own | {"gathered": GATHERED}

@@ -304,7 +304,7 @@ def keep_on_host(model: nn.Module, *names: str) -> None:
 
     Args:
         model: The model.
-        *names: Names of the arguments.
+        *names: Names of the arguments, which must be passed by name.
     """
 
     def hide(name: str, x: object) -> object:

@@ -189,10 +189,10 @@ class Owners:
 
         Args:
             this: The round.
-            part: (number of a parameter, rows of its shard) -> their values.
+            part: Returns the values of some rows. It takes the index of a parameter, and the rows of its shard.
 
         Returns:
-            A function that waits, and returns the matrices that this rank owns, (number, rows, columns).
+            A function that waits, and returns the matrices that this rank owns, (matrices, rows, columns).
         """
         sent = defaultdict(list)
         for matrix, piece in this.local:

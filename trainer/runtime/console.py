@@ -135,7 +135,7 @@ def _colored(text: str, level: int) -> str:
 
 
 def set_up_logging(rank: int) -> None:
-    """Send log lines to stdout: all lines of the ranks in LOG_RANK (default 0), and warnings of the others.
+    """Send log lines of `trainer` and `longshard` to stdout: all of the ranks in LOG_RANK (default 0), else warnings.
 
     Lines on a terminal have colours, unless the variable NO_COLOR is set (https://no-color.org).
 

@@ -202,7 +202,7 @@ def can_fork() -> bool:
 
 
 def _uses_cuda() -> bool:
-    """Return whether this process has started CUDA's driver, which keeps its memory device open."""
+    """Return whether this process has started CUDA's driver. The driver keeps the file /dev/nvidia-uvm open."""
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the folder's own descriptor is closed by now
             if os.readlink(link).startswith("/dev/nvidia-uvm"):

@@ -75,7 +75,9 @@ class TimeLimits:
         return float(2 * self._longest > self.seconds)
 
     def step_was_read(self, asked: bool) -> None:
-        """Record that the totals of a step have arrived.
+        """Record that the totals of a step have arrived, and how long the step took.
+
+        `settle` then sets the limit, if a rank asked for it, or if the step is one of the first two.
 
         Args:
             asked: Whether a rank has voted for a higher limit.

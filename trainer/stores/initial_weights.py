@@ -108,11 +108,13 @@ def _check_hf(config: JobConfig, model: ModelArgs, folder: ModelFolder) -> None:
     ]
     if different:
         name = (
-            "the folder" if config.model.folder else f"model.flavor = {config.model.flavor!r}"
+            f"the model in {str(config.model.folder)!r}"
+            if config.model.folder
+            else f"model.flavor = {config.model.flavor!r}"
         )
         raise ConfigError(
-            f"{name} is not the model in {_KEY} = {str(folder.path)!r}: {', '.join(different)}; set "
-            f"model.flavor to a folder that holds its {CONFIG_FILE}, such as {str(folder.path.absolute())!r}"
+            f"{name} is not the model in {_KEY} = {str(folder.path)!r}: {', '.join(different)}; use a folder with the "
+            f"{CONFIG_FILE} of these weights as model.flavor, such as {str(folder.path.absolute())!r}"
         )
 
 

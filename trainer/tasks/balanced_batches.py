@@ -347,10 +347,12 @@ def documents_of_batch(batch: Mapping[str, torch.Tensor]) -> list[np.ndarray]:
 
 
 def row(documents: Sequence[np.ndarray], step: Step) -> dict[str, np.ndarray]:
-    """Pack documents into the arrays of one micro-batch, (1, S), int64 each. The padding is a document without labels.
+    """Pack documents into the arrays of one micro-batch, (1, S), int64 each.
+
+    Padding follows the documents. It has the label IGNORE_INDEX, the position NO_POSITION, and its own document id.
 
     Args:
-        documents: Documents, (n, 2) or with sources (n, 3).
+        documents: Tokens and labels of each document, (n, 2), or with sources (n, 3).
         step: The sizes of a step.
 
     Returns:

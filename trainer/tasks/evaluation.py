@@ -65,9 +65,9 @@ class Evaluation:
             edges: Rising positions; the first one is 0, the last one the length of the sequences.
 
         Returns:
-            A row for each two neighboring edges: `first`; `last`, exclusive; `tokens`; `loss`, their mean cross
-                entropy;
-            `perplexity`, None if it is too large for a float.
+            A row for each two neighboring edges, with the entries `first`; `last`, exclusive; `tokens`, the number of
+                labels; `loss`, their mean cross entropy, 0.0 without labels; `perplexity`, None if it is too large for
+                a float.
         """
         places = list(pairwise(edges))
         sums = self.dims.zeros(len(places), 2)

@@ -148,7 +148,7 @@ def _contexts_with_attention_on_host(
 ) -> tuple[Any, Any]:
     """Return the contexts of the forward and of its repetition, for selective checkpointing.
 
-    They keep the same operators, and the results of attention by `keep`.
+    They keep the operators of `_contexts_keeping_operators`, except attention, whose results `keep` stores.
 
     keep: (number of the result, tensor) -> an object whose `take` returns the result.
     """

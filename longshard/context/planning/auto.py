@@ -183,7 +183,10 @@ def _outside(plan: RankPlan, direction: str, sent: Mapping[str, int], node: int)
 def _share_outside(
     plan: RankPlan, sends: Sequence[tuple[Stage, tuple[Message, ...]]], nodes: Sequence[int]
 ) -> float:
-    """Return the share of the K/V rows that a rank sends to other nodes. nodes: the node of each rank of the plan."""
+    """Return the rows of K/V sent to other nodes, divided by all rows of K/V sent; 0.0 if none are sent.
+
+    nodes: The node of each rank of the plan.
+    """
     total = outside = 0.0
     here = nodes[plan.rank]
     inside = nodes.count(here)

@@ -257,7 +257,7 @@ def _extra_keys(tile: Tile) -> int:
 
 
 def _runs(spans: Spans, fresh: list[bool]) -> Iterator[Run]:
-    """Yield the longest runs of adjacent spans that are equally fresh."""
+    """Yield the longest runs of adjacent spans that are equally fresh; see `Call` for `fresh`."""
     first = place = 0
     for number, (_, stop) in enumerate(spans, 1):
         if number == len(spans) or spans[number][0] != stop or fresh[number] != fresh[first]:

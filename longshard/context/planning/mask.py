@@ -148,10 +148,10 @@ class Mask:
                 and band.lower <= band.upper
             ):
                 raise ValueError(
-                    f"{band} cannot stand in a mask of {self.sequences} sequence(s) of {self.q_len} "
-                    f"queries and {self.kv_len} keys, after a band that ends at query {q_end}: bands "
-                    "ascend, share no query, are not empty, and lie within one sequence; `&` and "
-                    "`by_sequence` combine masks"
+                    f"{band} does not fit into a mask of {self.sequences} sequence(s) of {self.q_len} "
+                    f"queries and {self.kv_len} keys: the band before it ends at query {q_end}. Bands "
+                    "must ascend, share no query, not be empty, and lie within one sequence; combine "
+                    "masks by `&` or `by_sequence`"
                 )
             q_end = band.q_stop
 

@@ -247,11 +247,11 @@ def _check_tokenizer_files(
     template = manifest.get("template")
     changed = ""
     if ends is not None and ends != made_by(settings)["tokenizer"]:
-        changed = "other tokens at the beginning or end of documents"
+        changed = "other tokens at the beginning or end of documents than"
     elif template is not None and template_hash(settings) not in (None, template):
-        changed = "another chat template, or other special tokens in it,"
+        changed = "another template, or other special tokens in it, than model.chat_template or"
     if changed:
         raise ConfigError(
-            f"{folder} was made with {changed} than the files next to model.tokenizer_path = {settings.tokenizer!r} "
-            "have now; restore these files, or run `lct tokenize` again with another --output"
+            f"{folder} was made with {changed} the files next to model.tokenizer_path = {settings.tokenizer!r} "
+            "have now; restore them, or run `lct tokenize` with another --output and the settings of this run"
         )
