@@ -317,10 +317,7 @@ class Checkpointer:
         return self.settings.last_save_model_only and step == self._config.training.steps
 
     def _writer(self, step: int, tokens_seen: int, best: float | None) -> Writer:
-        """Return the writer of a step, with the position of every data stream. A collective.
-
-        best: The validation loss if this checkpoint is the best one so far, else None.
-        """
+        """Return the writer of a step. A collective. best: the validation loss if no checkpoint is better."""
         rank_entries = gather_values(self.loader.state_dict(), self.dims["dp"])
         state = RunState(
             step,
