@@ -7,6 +7,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -78,6 +80,16 @@ def context() -> list[str]:
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
     rules = (ROOT / ".dockerignore").read_text()
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file() and not is_ignored(name, rules)]
+
+
+def copy_out_of_context(container: Container, folder: Path) -> None:
+    """Copy the files that COPY names into a folder, which stands for the working folder."""
+    files = context()
+    for source, target in container.copied:
+        for name in (name for name in files if name == source or name.startswith(f"{source}/")):
+            place = folder / target / os.path.relpath(name, source if (ROOT / source).is_dir() else Path(source).parent)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, place)
 
 
 def test_what_is_ignored() -> None:
@@ -162,12 +174,8 @@ def test_a_comment_names_this_file() -> None:
 
 def test_the_copied_files_install_and_the_program_runs(container: Container, tmp_path: Path) -> None:
     """The step that installs the repository, with the packages of this environment instead of the network's."""
-    files, build = context(), tmp_path / "build"
-    for source, target in container.copied:
-        for name in (name for name in files if name == source or name.startswith(f"{source}/")):
-            place = build / target / os.path.relpath(name, source if (ROOT / source).is_dir() else Path(source).parent)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, place)
+    build = tmp_path / "build"
+    copy_out_of_context(container, build)
     (install,) = [words for words in container.commands if any(word.startswith(".[") for word in words)]
     (there,) = [word for word in install if word.startswith(".[")]
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed", "--no-warn-script-location"]
@@ -193,3 +201,72 @@ def test_the_copied_files_install_and_the_program_runs(container: Container, tmp
     command = [sys.executable, "-c", program]
     shown = subprocess.run(command, cwd=work, env=variables, capture_output=True, text=True, timeout=120)
     assert shown.stdout.splitlines() == [str(packages / name) for name in names], shown.stderr
+
+
+# ---- the whole image for CPUs, step by step
+
+
+@contextmanager
+def bound(folders: list[str], root: Path) -> Iterator[None]:
+    """Show folders of this machine in a root folder, at the same paths."""
+    mounted = []
+    try:
+        for folder in folders:
+            place = Path(f"{root}{folder}")
+            place.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["mount", "--bind", folder, place], check=True)
+            mounted.append(place)
+        yield
+    finally:
+        for place in reversed(mounted):
+            subprocess.run(["umount", place], check=True)
+
+
+@pytest.mark.slow
+def test_the_steps_of_the_image_for_cpus_build_it_in_a_root_folder(tmp_path: Path) -> None:
+    """Each RUN in a chroot of the image's Debian, with pip's settings of this machine; then a training by its user.
+
+    A folder of wheels in PIP_FIND_LINKS takes the place of PyTorch's index, where the network has no such index.
+    """
+    if os.geteuid() or not shutil.which("debootstrap"):
+        pytest.skip("needs root and debootstrap")
+    container, root = parsed(ROOT / "docker" / "cpu.Dockerfile"), tmp_path / "root"
+    python, _, suite = container.image.removeprefix("python:").split("-")
+    packages = "--include=python3,python3-pip,ca-certificates"
+    subprocess.run(["debootstrap", "--variant=minbase", packages, suite, root], check=True, stdout=subprocess.DEVNULL)
+    for file in ("/etc/pip.conf", "/etc/resolv.conf", "/etc/ssl/certs/ca-certificates.crt"):
+        if Path(file).exists():
+            shutil.copy(file, f"{root}{file}")
+    wheels = os.environ.get("PIP_FIND_LINKS", "").split()
+    pip = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+    variables = {"PATH": os.environ["PATH"], "HOME": "/root", "PIP_BREAK_SYSTEM_PACKAGES": "1"} | pip
+    folder, user = "/", "0"
+
+    def run(shell: str) -> str:
+        words = ["chroot", f"--userspec={user}:{user}", root, "sh", "-ec", f"cd {folder}; {shell}"]
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=1800)
+        assert done.returncode == 0, f"{shell}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        return done.stdout
+
+    try:
+        with bound(["/proc", "/dev", *wheels], root):
+            assert run("python3 -V").startswith(f"Python {python}.")
+            for instruction, text in container.instructions:
+                if instruction == "RUN":
+                    run(text.replace(" --index-url https://download.pytorch.org/whl/cpu", "") if wheels else text)
+                elif instruction == "COPY":
+                    named = [pair for pair in container.copied if pair[0] in shlex.split(text)]
+                    copies = Container([("COPY", f"{source} {target}") for source, target in named])
+                    copy_out_of_context(copies, Path(f"{root}{folder}"))
+                elif instruction == "WORKDIR":
+                    folder = text
+                    Path(f"{root}{folder}").mkdir(parents=True, exist_ok=True)
+                elif instruction == "ENV":
+                    variables |= dict(word.split("=") for word in shlex.split(text))
+                elif instruction == "USER":
+                    user = text
+            assert run("lct --version") == f"lct {trainer.__version__}\n"
+            shown = run("lct train debug_model --ngpu 2 --training.steps 2")
+            assert "training done: 2 steps" in shown
+    finally:
+        shutil.rmtree(root)
