@@ -212,7 +212,7 @@ def test_what_makes_no_mask_is_told_in_one_sentence(make: Callable[[], Mask], se
 )
 def test_bands_that_would_be_planned_wrong_are_refused(bands: list[Band]) -> None:
     """Overlapping, descending, empty, and beyond the mask or the row (of two)."""
-    with pytest.raises(ValueError, match="bands ascend, share no query"):
+    with pytest.raises(ValueError, match="Bands must ascend, share no query"):
         Mask(8, 8, tuple(bands), sequences=2)
 
 
