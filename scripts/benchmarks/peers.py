@@ -222,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cases", default=",".join(CASES), help="some of the cases, with commas (default: all)")
     add("--layouts", default=",".join(LAYOUTS), help="some of the layouts, with commas (default: all)")
     add("--steps", type=int, default=10, help="steps of each run (default: 10)")
-    add("--seq-len", type=int, default=224, help="tokens of a sequence of `lct train` (default: 224)")
+    add("--seq-len", type=int, help="tokens of a sequence of `lct train` (default: of the case)")
     add("--repeats", type=int, default=3, help="runs of each contender (default: 3)")
     add("--threads", type=int, default=os.cpu_count(), help="threads of each contender (default: one a CPU)")
     add("--json", type=Path, metavar="FILE", help="write the result there; other cases in it stay")
@@ -255,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             write_tiny_model(model, texts, positions=512)
         for name in cases:
             data = Path(scratch, "pairs.jsonl") if name == "dpo" else DATA
-            setting = Setting(name, model, data, Path(scratch), args.steps, args.seq_len, args.threads)
+            seq_len = args.seq_len or CASES[name].seq_len
+            setting = Setting(name, model, data, Path(scratch), args.steps, seq_len, args.threads)
             shown = {key: x for key, x in asdict(setting).items() if key in ("steps", "seq_len", "threads")}
             kept[name] = shown | {"repeats": args.repeats, "made_with": head} | measure(setting, layouts, args.repeats)
             print(table({name: kept[name]}) + "\n", flush=True)

@@ -34,20 +34,23 @@ class Case:
     Attributes:
         preset: Preset of `lct train`.
         arguments: Further arguments of `lct train`.
+        seq_len: Tokens of a sequence of `lct train`. It is filled to 90 % or more, as the batches of the peers.
         peers: Names of the peers, as in peers_loops.py.
     """
 
     preset: str
     arguments: tuple[str, ...]
+    seq_len: int
     peers: tuple[str, ...]
 
 
 CASES = {
-    "sft": Case("sft", (), ("transformers", "TRL SFTTrainer")),
-    "lora": Case("lora", ("--lora.rank=16", "--lora.alpha=32"), ("peft",)),
+    "sft": Case("sft", (), 224, ("transformers", "TRL SFTTrainer")),
+    "lora": Case("lora", ("--lora.rank=16", "--lora.alpha=32"), 224, ("peft",)),
     "dpo": Case(
         "sft",
         ("--training.dataset=preferences", f"--dpo.beta={DPO_BETA}", "--dpo.reference=copy"),
+        304,
         ("TRL DPOTrainer",),
     ),
 }

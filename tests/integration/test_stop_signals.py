@@ -27,11 +27,16 @@ LONG = "--comm.train_timeout_seconds=100"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _not_under_nohup() -> Iterator[None]:
-    """A run under `nohup` ignores SIGHUP. The tests may stand under it, and their runs do not."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+def _no_signal_is_ignored() -> Iterator[None]:
+    """A run ignores the signals that its parent ignores: SIGHUP under `nohup`, SIGINT in the background of a script.
+
+    The tests may stand under these, and their runs do not.
+    """
+    handlers = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGHUP, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module")
