@@ -61,7 +61,7 @@ class PipelinePlan:
     splits_backward: bool = False
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the numbers of the stages of a pipeline rank.
+        """Return the indices of the stages of a pipeline rank.
 
         Args:
             rank: The pipeline rank.
@@ -228,7 +228,10 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> Stages:
 
 
 def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> Stages:
-    """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer."""
+    """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer.
+
+    number: Number of stages, unless `pipeline_parallel_layers_per_stage` decides it.
+    """
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first = modules.index(layers[0])
     last = modules.index(layers[-1]) + 1
@@ -266,7 +269,7 @@ def _source(parallelism: Parallelism) -> str:
 
 
 def layers_of(modules: Iterable[str]) -> list[int]:
-    """Return the numbers of the layers among some modules of a decoder.
+    """Return the indices of the layers among some modules of a decoder.
 
     Args:
         modules: Names of modules.
@@ -275,7 +278,7 @@ def layers_of(modules: Iterable[str]) -> list[int]:
 
 
 def layers_of_stages(pipeline: PipelinePlan | None, model: ModelArgs) -> list[list[int]]:
-    """Return the numbers of the layers of each stage; without a pipeline the model is one stage.
+    """Return the indices of the layers of each stage; without a pipeline the model is one stage.
 
     Layers that predict further tokens are left out: they follow the final norm, and their inputs are not outputs of
     layers.
