@@ -23,7 +23,7 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
     Args:
         events: The events of a trace.
         step: Number of the step. Of earlier steps, only the memory counts that is still in use.
-        layers: Numbers of the rank's layers, in order.
+        layers: Indices of the rank's layers in the model, in order.
     """
     numbers = list(layers)
     live, at, curve, reserved = _memory(events, step, numbers)
