@@ -219,6 +219,9 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
         x: The tensor, any shape.
         index: The index.
         places: The positions of the tensors in the index.
+
+    Raises:
+        DomainOperatorError: A mask of truths, or a tensor of floats, is not the only index.
     """
     tensors = [index[place] for place in places]
     if len(tensors) == len(index) == 1 and tensors[0].dtype == torch.bool:
