@@ -118,7 +118,7 @@ class Expansion:
 
         Args:
             dk: The gradients of keys, (B, h, T, N + P).
-            dv: The gradients of values, (B, h, T, N + P), of which only the first V columns count.
+            dv: The gradients of values, (B, h, T, N + P). Only the first V columns count.
             latent: The latents, (B, 1, T, W).
             heads: The heads.
             dlatent: The gradients of the latents, (B, 1, T, W), which are changed.

@@ -161,7 +161,9 @@ class HeadExchange:
             )
 
     def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, sinks and `up` (of this rank's heads, zero elsewhere; inputs (B, H, S, D)).
+        """Return the gradients of q, (B, H, S, D), of k and v, (B, K, T, D), and of sinks and `up` if there are any.
+
+        The gradients of sinks and `up` are zero except for this rank's heads.
 
         Args:
             inputs: This rank's rows, or the kept heads.

@@ -81,7 +81,8 @@ def choose(
         shape: The shape of attention on one rank, with its local heads.
         batch: The documents of one batch; None if absent.
         hybrids: Whether the mesh may be 2-D.
-        node: Ranks of the group on one node, None for all. A byte to another node counts `NETWORK` times.
+        node: Number of ranks of the group on a node; None if one node has all. A byte to another node counts `NETWORK`
+            times.
     """
     # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
     balancer = (
