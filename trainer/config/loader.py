@@ -227,7 +227,11 @@ def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems
 def _typed_value(
     name: str, value: object, where: str, schema: type
 ) -> tuple[object, tuple[str, ...]]:
-    """Return today's value of one key, None for the default; and notes."""
+    """Return today's value of one key, None for the default; and notes.
+
+    Raises:
+        ConfigError: The key is unknown or for the command line only, or the value has a wrong type.
+    """
     if name == "job.config_file":
         raise ConfigError(
             f"{name} = {shown(value)} ({where}) is for the command line only; a file inherits another one "

@@ -200,7 +200,11 @@ def _check_micro_batches(
 
 
 def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> Stages:
-    """Return the modules of each stage: the listed ones, or all modules divided over `default` stages."""
+    """Return the modules of each stage: the listed ones, or all modules divided over `default` stages.
+
+    Raises:
+        ConfigError: Two keys say where stages begin, the list is wrong, or there are more stages than layers.
+    """
     listed = parallelism.pipeline_parallel_module_fqns
     if listed and parallelism.pipeline_parallel_layers_per_stage:
         raise ConfigError(
@@ -231,6 +235,9 @@ def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> S
     """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer.
 
     number: Number of stages, unless `pipeline_parallel_layers_per_stage` decides it.
+
+    Raises:
+        ConfigError: There are more stages than layers.
     """
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first = modules.index(layers[0])

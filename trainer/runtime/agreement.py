@@ -104,7 +104,7 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over = None) -> T:
 
     Raises:
         SharedConfigError: On every rank, if a call raised a ConfigError; it has the message of the lowest such rank.
-            Any other error leaves this rank alone, and its peers wait.
+            Any other error is raised on this rank only, and its peers wait in vain.
     """
     result, message = None, ""
     try:
