@@ -14,9 +14,9 @@ from trainer.job.record import Draft
 
 
 class Pair(NamedTuple):
-    """Two keys, the sentence that says why they do not work together, and the test of a job to which this applies.
+    """Two keys, the sentence that says why they do not work together, and a test of the job, `holds`.
 
-    Without the test `holds`, the sentence applies to each job that uses both keys.
+    Without `holds`, the sentence applies to each job that uses both keys.
     """
 
     first: str

@@ -202,7 +202,7 @@ def _check_activations_of_layers(
 def least_offloadable(
     settings: ActivationCheckpoint, stages: Iterable[list[int]]
 ) -> int | None:
-    """Return how many inputs a stage keeps, if all of them would stay on the device; the smallest number of all stages.
+    """Return the fewest kept inputs of a stage, among the stages whose kept inputs would all stay on the device.
 
     Args:
         settings: The table [activation_checkpoint].

@@ -139,7 +139,7 @@ def _busiest(
 ) -> tuple[int, int, int, int]:
     """Return the largest values over the ranks: bytes sent, bytes to other nodes, kernel calls and stages.
 
-    Bytes are of a forward and a backward, calls and stages of a forward.
+    Bytes are of a forward and a backward, calls and stages of a forward. node: number of ranks on a node.
     """
     # The kernel that `auto` takes depends on the device; here the least capable kernel stands for it.
     capabilities = CAPABILITIES.get(way.kernel, CAPABILITIES["cpu_flash"])
