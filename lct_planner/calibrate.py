@@ -63,7 +63,7 @@ def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
 
 
 def quantities(profile: Profile) -> list[float]:
-    """Return the amount of each quantity in a step.
+    """Return the amount of each quantity in a step, in the order of `QUANTITIES`.
 
     Args:
         profile: The profile of the step.

@@ -171,7 +171,7 @@ class _AnySize:
 def form(x: Tensor) -> tuple:
     """Return the properties that a graph relies on.
 
-    Strides of dimensions of one row, and the number of bytes sent, are free.
+    Left out are the strides of dimensions with size 1, and the sizes of a tensor of bytes, which ranks send.
 
     Args:
         x: A tensor of any shape.

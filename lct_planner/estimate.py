@@ -85,7 +85,7 @@ class Estimate:
 
     @property
     def mfu(self) -> tuple[float, float]:
-        """Share of the peak with full attention counted, and with visible keys alone."""
+        """The model's FLOPs per second as a share of the device's peak: with full attention, with visible keys only."""
         full, causal = self.job.model.flops_per_token(self.job.positions)
         return tuple(
             flops * self.tokens_per_second / self.device.flops for flops in (full, causal)
@@ -93,7 +93,7 @@ class Estimate:
 
     @property
     def hfu(self) -> float:
-        """Share of the peak that kernels compute, including recomputation."""
+        """The FLOPs per second of all kernels, including recomputation, as a share of the device's peak."""
         kinds = ("products", "float8", "attention_")
         works = self.profile.work.values()
         flops = sum(
@@ -183,7 +183,9 @@ def estimate(
 
 
 def bubble(job: ResolvedJob) -> float:
-    """Return the share of forward and backward that stages of a pipeline wait (1F1B; arXiv 2104.04473).
+    """Return the waiting time of a pipeline rank, divided by its forward and backward (1F1B; arXiv 2104.04473).
+
+    The result is 0.0 without a pipeline, or if its schedule splits the backward.
 
     Args:
         job: The resolved job.

@@ -79,7 +79,7 @@ class Events:
     """Bytes of page-locked memory for offloaded tensors."""
 
     def layer(self, step: int, operator: str) -> list[Event]:
-        """Return the events of a layer: from one run of an operator to the next one, for the first two runs in a step.
+        """Return the events of a layer: from the first run of an operator in a step to the second; [] without two runs.
 
         Args:
             step: Number of the step.

@@ -67,8 +67,8 @@ def parallel_rows(name: str, args: tuple, *, in_stages: bool) -> int:
     Args:
         name: Name of the operator.
         args: Its arguments.
-        in_stages: Other ranks have as many queries as this rank has keys. The slowest rank counts, so take the smaller
-            number.
+        in_stages: Whether ranks wait for each other between tiles. Then the smaller of queries and keys counts, because
+            another rank has as many queries as this rank has keys, and the slowest rank decides.
     """
     is_backward = "backward" in name
     q, k = args[is_backward : is_backward + 2]

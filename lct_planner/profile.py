@@ -20,7 +20,8 @@ class Profile:
         work: Part of the step -> quantity -> amount: FLOPs of products, of attention by direction and kernel
             ("attention_forward cudnn") and of its tails ("tails_forward cudnn", see `Event`); bytes moved by other
             kernels; optimizer; launches.
-        messages: "part mesh collective" -> calls, bytes, ranks, span.
+        messages: "part mesh collective" -> calls; bytes; ranks: number of ranks of the group; span: number of ranks
+            from the lowest to the highest one of the group, both included.
         totals: See below.
     """
 
@@ -46,7 +47,7 @@ class Profile:
         return sum(self.live[self.peak_place].values())
 
     def repeated(self, times: float) -> "Profile":
-        """Return the profile of a step with more micro-batches. Replicas are summed once per step.
+        """Return the profile of a step with more micro-batches. Sums over replicas run once a step, and stay.
 
         Args:
             times: Factor of the number of micro-batches.
@@ -77,7 +78,7 @@ def deeper(one: Profile, other: Profile, layers: int) -> Profile:
 
     Args:
         one: Profile of a shallower model.
-        other: Profile of another shallower model.
+        other: Profile of a shallower model with another number of layers. Fragments and curve of the result are its.
         layers: Layers of the deeper model.
     """
     share = (layers - one.layers) / (other.layers - one.layers)

@@ -23,7 +23,7 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
     Args:
         events: The events of a trace.
         step: Number of the step. Of earlier steps, only the memory counts that is still in use.
-        layers: Numbers of the rank's layers, in order.
+        layers: Indices of the rank's layers in the model, in order.
     """
     numbers = list(layers)
     live, at, curve, reserved = _memory(events, step, numbers)
@@ -77,7 +77,10 @@ def _product(event: Event) -> str:
 
 
 def _place(phase: str, layer: int, numbers: list[int]) -> str:
-    """Return the part of the step with the role of the layer; a deeper model has the same roles."""
+    """Return the part of the step with the role of the layer; a deeper model has the same roles.
+
+    numbers: the indices of the rank's layers, in order.
+    """
     if layer in (BEFORE, AFTER) or layer not in numbers:
         return f"{phase}/{'embedding' if layer == BEFORE else 'output'}"
     number = numbers.index(layer)
@@ -92,7 +95,10 @@ def _place(phase: str, layer: int, numbers: list[int]) -> str:
 
 
 def _memory(events: Events, step: int, numbers: list[int]) -> tuple[Amounts, dict, list, int]:
-    """Follow all changes; return bytes by place and purpose, where each was, the curve, and the reserved bytes."""
+    """Follow all changes; return bytes by place and purpose, where each was, the curve, and the reserved bytes.
+
+    step: the step whose places and curve are returned. numbers: the indices of the rank's layers, in order.
+    """
     alive: dict[int, tuple[int, Block]] = {}
     purposes: dict[str, int] = defaultdict(int)
     live: Amounts = {}

@@ -211,7 +211,7 @@ class Recorder:
         """
 
     def _cost(self, name: str, args: tuple) -> Cost:
-        """Return the cost of the plan that ran."""
+        """Return the cost of the plan that ran. name, args: the operator of attention, and its arguments."""
         options = self._live.options
         q, k = shapes(name, args)
         sent = 2 if options.gradient_dtype == "bfloat16" else 0

@@ -15,6 +15,7 @@ def longest_sequence(
 ) -> tuple[Estimate | None, Estimate]:
     """Return the estimate of the longest sequence that fits, None if none does, and of a sequence that does not fit.
 
+    If all sequences up to `most` fit, the second estimate is of a longer one, which may fit, too.
     Memory is nearly a straight line over the length. So the next try is where the line through the last two tries
     reaches the device's memory.
 
@@ -22,7 +23,7 @@ def longest_sequence(
         estimate: Makes estimates.
         arguments: Command line of the job.
         begin: The first length to try.
-        unit: Lengths are multiples of it.
+        unit: Lengths are multiples of this number.
         most: Largest length.
     """
     tried: dict[int, Estimate] = {}

@@ -125,7 +125,7 @@ def step_time(
     Args:
         profile: The profile of the step.
         on: The device.
-        bubble: Share of forward and backward that stages of a pipeline wait.
+        bubble: Waiting time of a pipeline rank, divided by its forward and backward.
         compiled: The compiler fuses kernels, which then move a share of the bytes (`fused` of the record).
         early: The host updates parameters during the backward.
     """

@@ -78,7 +78,7 @@ class EvenRouting(Routing):
         return DispatchPlan(tokens, places, places, to_each, to_each, pairs, group)
 
     def pairs(self, owner: Tensor, experts: int) -> list[int]:
-        """Return even numbers of pairs.
+        """Return the number of pairs of each expert; the numbers differ by at most one.
 
         Args:
             owner: The expert of each pair, (pairs,).

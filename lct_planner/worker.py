@@ -40,9 +40,10 @@ _OWNERS = 16
 
 
 def profiles(job: ResolvedJob, gpu: Any, *, whole: bool) -> dict[int, Profile]:
-    """Return the profile of the first rank of each pipeline rank that may be the largest: rank -> `Profile`.
+    """Return rank -> `Profile`, of the first rank at the first place of the pipeline, and at its last place.
 
-    Each trace has a process of its own, a copy of this one, because PyTorch remembers groups of ranks.
+    One of these two ranks should have the most memory. Each trace has a process of its own, a copy of this one, because
+    PyTorch remembers groups of ranks.
 
     Args:
         job: The resolved job.
@@ -68,7 +69,7 @@ def _with_depth(job: ResolvedJob, layers: int) -> ResolvedJob:
 
 
 def _layers(job: ResolvedJob, pp_rank: int) -> list[int]:
-    """Return the numbers of the layers of a pipeline rank; none for a model of fields."""
+    """Return the indices of the layers of a pipeline rank; [] for a model of fields."""
     if job.config.task != "tokens":
         return []
     stages = layers_of_stages(job.pipeline, job.model)
@@ -80,7 +81,7 @@ def _forked(arguments: list[tuple[ResolvedJob, Any, int]]) -> list[Profile]:
     """Return the profiles of these jobs, each of a copy of this process.
 
     Raises:
-        RuntimeError: a copy was killed, mostly for lack of memory.
+        RuntimeError: a copy was killed, mostly for lack of memory, or its trace has failed.
     """
     context = multiprocessing.get_context("fork")
     started = []
@@ -317,7 +318,7 @@ class Worker:
         return results
 
     def _why(self) -> str:
-        """Return the last line that the process has logged."""
+        """Return `: ` and the last line that the process has logged; "" if there is none."""
         self._log.seek(0)
         written = self._log.read().strip().splitlines()
         return f": {written[-1]}" if written else ""

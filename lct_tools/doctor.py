@@ -44,7 +44,7 @@ class Finding:
         subject: The part of the machine.
         text: What was found.
         remedy: What to do; empty if all is well.
-        is_bad: Whether training fails.
+        is_bad: Whether training fails because of this.
     """
 
     subject: str

@@ -96,7 +96,7 @@ def _objects(file: Path) -> list[dict[str, Any]]:
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Return the page.
+    """Return the page as HTML.
 
     Args:
         runs: The runs, at least one.
@@ -164,7 +164,7 @@ def _html(figure: Any, title: str, *, with_script: bool = False) -> str:
 
 
 def _times(runs: Sequence[Run]) -> str:
-    """Return bars: the measured time of a step, and the parts that the planner predicts."""
+    """Return HTML with bars: the measured median time of a step, and the predicted times of its parts."""
     import plotly.graph_objects as go
 
     bars: dict[str, dict[str, float]] = {}
@@ -183,7 +183,7 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _layout(run: Run) -> str:
-    """Return a picture of the tokens and the pairs of each rank, or a sentence."""
+    """Return HTML with a picture of the tokens and pairs of each rank, or with the reason why there is none."""
     length = min(run.settings["training.seq_len"], _LONGEST_PICTURE)
     names = ("degree", "method", "load_balancer")
     degree, method, balancer = (

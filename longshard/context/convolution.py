@@ -84,9 +84,9 @@ def _fetched(rows: Tensor, x: Tensor, plan: Tensor, window: Window) -> tuple[Ten
     Rows of other ranks are fetched; rows outside the sequence are zeros. A tile is (its first row among the returned
     rows, its number of outputs).
 
-    rows: x, (B, S, C), or the gradient of the output, which may have one more channel; x: only its shape is checked;
-        plan:
-    the handle, (B,) int64.
+    rows: x, (B, S, C), or the gradient of the output, which may have one more channel.
+    x: only its shape is checked.
+    plan: the handle, (B,) int64.
     """
     live, _ = resolve(plan)
     axis = Axis(live.layout, live.mesh.get_group())

@@ -126,7 +126,7 @@ class Place:
     def ends(
         self, local: "ChunkedPass | KernelPass", maps: Tensor | None, *, reverse: bool
     ) -> KnownStates:
-        """Return the states before fragments: by the maps, or zeros, or those that go from fragment to fragment.
+        """Return the states before fragments: computed by the maps, zeros, or states that `InOrder` sends and receives.
 
         Args:
             local: The pass over these fragments, whose states have the shape (B, F, H, K, V).

@@ -207,7 +207,7 @@ def _kthvalue(function, x, k, dim=-1, keepdim=False) -> Any:
 
 
 def whole_along(function: Callable[[Tensor], Any], x: DomainTensor, dim: int) -> Any:
-    """Return the function of x, computed on tensors that have one dimension whole, and others perhaps not.
+    """Return function(x). The function gets tensors that have the dimension `dim` whole; another one may be sharded.
 
     A result that keeps the number of rows has the layout of x; with another number of rows, it is balanced. A result
     without the dimension, or with one row, is whole on every rank.

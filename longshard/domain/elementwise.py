@@ -56,6 +56,10 @@ def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
         function: The function.
         *args: Its positional arguments.
         **kwargs: Its keyword arguments.
+
+    Raises:
+        Unhandled: The result has another shape than the operands. Or the function changes a tensor in place that lacks
+            the result's axes, or that may be a copy.
     """
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, AnyTensor)]
     x = operands[0]

@@ -107,7 +107,11 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
-    """Return the ranks over which wrappers average the gradients of parameters."""
+    """Return the ranks over which wrappers average the gradients of parameters.
+
+    Raises:
+        ValueError: A wrapper is FSDP1, or FSDP divides by a factor of the user.
+    """
     averaged = {}
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):

@@ -151,7 +151,7 @@ def _reduced_rows(
 ) -> DomainTensor:
     """Reduce the source rows that are scattered to each target row (prod, amax or amin).
 
-    A target row without sources gets the identity of the reduction.
+    A target row without sources gets the identity of the reduction. number: the target row of each source row, 1-D.
     """
     target_rows = wrapped(x)
     row_axis = target_rows.domain.axes.get(dim)
@@ -219,6 +219,9 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
         x: The tensor, any shape.
         index: The index.
         places: The positions of the tensors in the index.
+
+    Raises:
+        DomainOperatorError: A mask of truths, or a tensor of floats, is not the only index.
     """
     tensors = [index[place] for place in places]
     if len(tensors) == len(index) == 1 and tensors[0].dtype == torch.bool:
@@ -257,7 +260,10 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
 def _own_sources(
     x: DomainTensor, dim: int, index: AnyTensor, source: AnyTensor
 ) -> tuple[Tensor, Tensor, Axis | None]:
-    """Return this rank's source rows, their numbers, and the axis over which the ranks divide both."""
+    """Return this rank's source rows, their numbers, and the axis over which the ranks divide both.
+
+    index: the target row of each source row, 1-D.
+    """
     source_axis = wrapped(source).domain.axes.get(dim)
     other_dims = x.domain.without(dim)
     taken = other_dims.axes.values()  # ranks that share another dimension
@@ -275,7 +281,7 @@ def _own_sources(
 
 
 def _local_numbers(index: AnyTensor, row_axis: Axis | None) -> tuple[Tensor, Axis | None]:
-    """Return this rank's numbers, and the axis over which the ranks divide them; None if they are whole."""
+    """Return this rank's part of `index`, 1-D, and the axis over which ranks divide `index`; None if it is whole."""
     if is_sharded(index):
         return index.local, index.domain.axes[0]
     index = unwrapped(index)
@@ -286,7 +292,7 @@ def _local_numbers(index: AnyTensor, row_axis: Axis | None) -> tuple[Tensor, Axi
 
 
 def _divided(index: AnyTensor, axis: Axis) -> DomainTensor:
-    """Return whole numbers, 1-D, divided over an axis: each rank keeps its own part."""
+    """Return `index`, 1-D, divided over an axis: each rank keeps its own part."""
     domain = Domain({0: axis})
     return DomainTensor(own_part(index, domain, index.shape), domain)
 

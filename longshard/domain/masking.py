@@ -91,7 +91,7 @@ def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
 
 
 def _dims_of(mask: AnyTensor, x: AnyTensor) -> int:
-    """Return the number of dimensions of a mask, if it has the sizes of the first dimensions of x."""
+    """Return the number of dimensions of a mask; raise an IndexError if x has other sizes in its first dimensions."""
     if tuple(mask.shape) != tuple(x.shape[: mask.ndim]):
         raise IndexError(
             f"a mask of shape {tuple(mask.shape)} does not fit the first dimensions of {tuple(x.shape)}; "

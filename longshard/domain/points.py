@@ -83,7 +83,11 @@ def within(
 def _own(
     queries: DomainTensor, points: DomainTensor
 ) -> tuple[Tensor, Tensor, Tensor, Axis | None]:
-    """Return this rank's queries and points, the points' numbers, and their axis; None if every rank has all points."""
+    """Return this rank's queries and points, the points' numbers, and their axis; None if every rank has all points.
+
+    Raises:
+        ValueError: The shapes do not fit, or points are sharded otherwise than queries.
+    """
     axes = [x.domain.axes for x in (queries, points)]
     if (
         queries.ndim != 2

@@ -207,7 +207,7 @@ def gathered(x: Tensor, axis: Axis) -> Tensor:
     """Return the x of all ranks of an axis, (ranks, *x.shape); a collective, differentiable.
 
     Args:
-        x: A small tensor of any shape, which is the same on every rank.
+        x: A small tensor of one shape on all ranks, any shape.
         axis: The axis.
     """
     sizes = [x.numel()] * axis.degree

@@ -87,7 +87,10 @@ def _pad(function, x, pad, mode="constant", value=None) -> DomainTensor:
 def _padded(
     layout: AxisLayout, before: int, total: int, mode: str
 ) -> tuple[AxisLayout, Wanted]:
-    """Return the layout of the padded axis, and the rows that each rank wants of it."""
+    """Return the layout of the padded axis, and the rows of the unpadded axis that each rank wants.
+
+    before: number of new rows before the axis. total: length of the padded axis. mode: as in F.pad.
+    """
     plan = plan_outputs(
         layout,
         total,

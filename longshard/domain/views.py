@@ -360,7 +360,10 @@ def _cut(axis: Axis, part: tuple[int, int, int]) -> tuple[Axis, slice | list[int
 def _chosen(
     owned: Shards, rank: int, part: tuple[int, int, int]
 ) -> tuple[int, Shards, tuple[int, ...]]:
-    """Return the number of rows, the ranges of each rank, and this rank's rows in its shard (step 1: their ends)."""
+    """Return the number of rows, the ranges of each rank, and this rank's rows in its shard (step 1: their ends).
+
+    part: start, stop and step of the rows that are chosen.
+    """
     start, stop, step = part
     number = max(-(-(stop - start) // step), 0)
 

@@ -54,7 +54,7 @@ class Base(NamedTuple):
         return cls(weakref.ref(shard), version_of(shard))
 
     def has_changed(self) -> bool:
-        """Return whether the shard has been changed in place since then: a copy does not show the change."""
+        """Return whether the shard was changed in place after the view was made: a copy does not show the change."""
         shard = self.shard()
         return shard is not None and version_of(shard) != self.version
 

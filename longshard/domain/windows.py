@@ -308,7 +308,7 @@ def _adaptive_pool(function, x, output_size, return_indices=False) -> DomainTens
 
 
 def on_samples(function: Callable, x: DomainTensor, *options: object) -> DomainTensor:
-    """Return a function of a shard, which may be empty, of a tensor whose spatial dimensions are whole.
+    """Return the function of a tensor whose spatial dimensions are whole, computed on its shard, which may be empty.
 
     Args:
         function: The function.

@@ -38,7 +38,8 @@ def check_inputs(model: nn.Module, args: tuple, kwargs: dict) -> None:
         kwargs: Its keyword arguments.
 
     Raises:
-        ContextParallelError: It does.
+        ContextParallelError: The model got text without `position_ids`, or `labels` without `shift_labels` and
+            `num_items_in_batch`.
     """
     inputs = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
     inputs |= inputs.get("kwargs", {})

@@ -48,6 +48,9 @@ def intercept_sdpa(
 ) -> Intercept:
     """Return `intercept` of `context_parallel`, which runs calls of F.scaled_dot_product_attention over all ranks.
 
+    At its exit the context raises a ContextParallelError if no attention ran over the ranks, or if an entry of
+    `allow_modules` named nothing.
+
     Args:
         model: The model, which is checked when the context is entered. If None, each model is checked at its first call
             inside.
@@ -88,9 +91,8 @@ class Interception(TorchFunctionMode):
 
     Raises:
         ContextParallelError: Another interception is in force, or a rank has fewer than two tokens. Also raised by
-            calls
-            that cannot be context parallel: a mask, dropout. A refusal of a rank's first call is an error on all ranks,
-            so that no rank waits for another.
+            calls that cannot be context parallel, such as a call with a mask or dropout. A refusal of a rank's first
+            call is an error on all ranks, so that no rank waits for another.
     """
 
     def __init__(self, handle: Tensor, live: LivePlan, watch: ModelWatch) -> None:

@@ -30,7 +30,7 @@ def all_reduce(x: Tensor, over: Ranks, op: str = "sum") -> Tensor:
     """Reduce `x` over the ranks, in place, and return it. One rank sends nothing.
 
     Args:
-        x: A contiguous tensor of any shape, which is the same on every rank.
+        x: A contiguous tensor of one shape on all ranks, any shape.
         over: The ranks.
         op: `sum`, `max` or `min`.
 
@@ -47,7 +47,7 @@ def all_gather(x: Tensor, over: Ranks) -> Tensor:
     """Return the `x` of every rank, in the order of the ranks: (size, *x.shape).
 
     Args:
-        x: A tensor of any shape, which is the same on every rank.
+        x: A tensor of one shape on all ranks, any shape.
         over: The ranks.
     """
     gathered = x.new_empty(over.size(), *x.shape)
@@ -188,7 +188,7 @@ def gather_shards(x: Tensor, group: ProcessGroup, *, kind: str) -> tuple[Tensor,
     """Start to gather the `x` of every rank.
 
     Args:
-        x: A contiguous tensor of any shape, which is the same on every rank.
+        x: A contiguous tensor of one shape on all ranks, any shape.
         group: The group of the ranks.
         kind: The name under which calls and sent bytes are counted.
 

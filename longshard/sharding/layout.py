@@ -180,7 +180,11 @@ LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous}
 
 
 def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:
-    """Return the ends of pieces of almost equal length, all multiples of `multiple_of`, the longer ones first."""
+    """Return the ends of pieces of almost equal length, all multiples of `multiple_of`, the longer ones first.
+
+    Raises:
+        ValueError: `multiple_of` does not divide the length, the length is negative, or a number is below 1.
+    """
     if seq_len < 0 or pieces < 1 or multiple_of < 1 or seq_len % multiple_of:
         raise ValueError(
             f"a sequence of {seq_len} tokens cannot be cut into {pieces} pieces whose lengths are multiples of "

@@ -93,7 +93,7 @@ def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over the ranks. Not differentiable. Floats are summed in float32 at least.
 
     Args:
-        x: A tensor of any shape, which is the same on every rank.
+        x: A tensor of one shape on all ranks, any shape.
         group: The group of the ranks.
     """
     dtype = wide_type(x.dtype) if x.is_floating_point() else x.dtype
@@ -106,7 +106,7 @@ def added_up(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum over the ranks, as `summed`. Its gradient is the sum of the ranks' gradients.
 
     Args:
-        x: A tensor of any shape, which is the same on every rank.
+        x: A tensor of one shape on all ranks, any shape.
         group: The group of the ranks.
     """
     add = partial(summed, group=group)

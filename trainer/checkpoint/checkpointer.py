@@ -131,7 +131,7 @@ class Checkpointer:
         A run without a checkpoint of its own loads the weights in `checkpoint.initial_load_path`.
 
         Raises:
-            SharedConfigError: On every rank, if it is missing, unreadable, or of another model or other data.
+            SharedConfigError: On every rank, if a checkpoint is missing, unreadable, or of another model or other data.
         """
         world = self.dims["world"]
         step = 0
@@ -201,10 +201,7 @@ class Checkpointer:
         return read_once(read, self.dims["world"])
 
     def _resume(self, folder: Store, step: int, *, without: bool) -> int:
-        """Load a saved step, and return the tokens seen up to it.
-
-        without: leave out `checkpoint.exclude_from_loading`.
-        """
+        """Load a saved step; return the tokens seen up to it. without: leave out `checkpoint.exclude_from_loading`."""
         world = self.dims["world"]
         started = time.monotonic()
         state, reader = raise_on_all_ranks(
@@ -272,7 +269,7 @@ class Checkpointer:
         due: bool = False,
         best: float | None = None,
     ) -> bool:
-        """Return whether `step` has a checkpoint now; save it first if the settings or an argument say so.
+        """Return whether `step` has a checkpoint, or one in progress; save it first if settings or an argument say so.
 
         Args:
             step: Number of the finished step.

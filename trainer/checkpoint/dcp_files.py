@@ -173,8 +173,8 @@ class Writer(FileSystemWriter):
     Args:
         folder: The folder of checkpoints.
         state: The state of the step.
-        keep_latest_k: Number of checkpoints that are kept.
-        keep_every: Steps that are multiples of it are also kept; 0: none.
+        keep_latest_k: Number of the latest checkpoints that are kept; 0: all.
+        keep_every: Steps that are multiples of this number are also kept; 0: none.
         best: The validation loss, if this is the best checkpoint so far, otherwise None.
         configuration: The configuration of the run, in TOML.
     """

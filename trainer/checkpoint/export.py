@@ -42,9 +42,9 @@ def write_hf(
     dtype: torch.dtype,
     most_bytes: int = MOST_BYTES,
 ) -> str:
-    """Return what a Hugging Face folder lacks, after writing the weights of a run to it.
+    """Write the weights of a run to a Hugging Face folder.
 
-    It replaces an earlier folder of this name. The memory holds at most twice the bytes of the largest tensor.
+    The folder replaces an earlier one of this name. The memory holds at most twice the bytes of the largest tensor.
 
     Args:
         output: The folder.
@@ -52,6 +52,9 @@ def write_hf(
         args: The arguments of the model.
         dtype: Dtype of the files, except for tensors that keep a wider one, see `kept_types`.
         most_bytes: Largest number of bytes of the tensors of one file.
+
+    Returns:
+        Which layers the folder lacks, as words that end a sentence; empty if it lacks none.
 
     Raises:
         ConfigError: transformers does not have the model, or the weights are damaged, or of another model.
@@ -93,10 +96,10 @@ def kept_types(
     saved: Mapping[str, torch.dtype] | None = None,
     stored: Mapping[str, Stored] | None = None,
 ) -> dict[str, torch.dtype]:
-    """Return the tensors there, by name, that keep a wider dtype than `dtype`, which rounds the others.
+    """Return the dtype of each tensor of the folder that keeps a wider dtype than `dtype`, by its Hugging Face name.
 
-    They are buffers (biases that choose experts) and tensors that transformers keeps in float32. Tensors whose dtype in
-    the checkpoint, or in the folder from which the run started, is wider than the usual one belong to them, too.
+    Such tensors are buffers (biases that choose experts) and tensors that transformers keeps in float32. Also kept are
+    dtypes in the checkpoint, or in the folder from which the run started, that are wider than `training.dtype`.
 
     Args:
         config: The configuration.
@@ -212,7 +215,7 @@ class Rounding:
     """Sum of squares of the rounding errors."""
 
     def add(self, before: Tensor, after: Tensor) -> None:
-        """Count a weight before and after its adapters were added.
+        """Count a weight before and after its adapters were added. Nothing is counted if `dtype` has 32 bits or more.
 
         Args:
             before: A weight of any shape.

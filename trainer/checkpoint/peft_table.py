@@ -46,7 +46,11 @@ def _counterparts(
     adapters: Collection[str],
     pairs: Mapping[str, tuple[Tensor, HFTensor]],
 ) -> tuple[HFTensor, HFTensor]:
-    """Return the counterparts of A and B of a module, or of a stacked weight of experts."""
+    """Return the counterparts of A and B of a module, or of a stacked weight of experts.
+
+    Raises:
+        ConfigError: The module is only a part of a tensor of Hugging Face.
+    """
     if ".experts." not in module:
         _, hf = pairs[f"{module}.weight"]
         if hf.all_rows:

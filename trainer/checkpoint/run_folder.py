@@ -61,7 +61,7 @@ def prepare(config: JobConfig, folder: Store) -> None:
 
 
 def best_before(folder: Store) -> bytes:
-    """Return the step and the loss of the best checkpoint of the run's history, as JSON.
+    """Return the step and the loss of the best checkpoint of the run's history, as JSON; 0 and Infinity without one.
 
     Args:
         folder: The folder of checkpoints.

@@ -102,7 +102,7 @@ def _verified(
 def _without_states(
     entries: Mapping[str, _Entry], expected: Mapping[str, torch.Size]
 ) -> dict[str, _Entry]:
-    """Leave out the states of parameters of the model."""
+    """Return the entries without the optimizer's states of parameters of the model."""
 
     def is_state(name: str) -> bool:
         return (

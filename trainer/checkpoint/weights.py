@@ -210,7 +210,7 @@ def open_weights(
 ) -> list[WeightsReader]:
     """Return readers of the weights of a run: of its checkpoint, or of its initial weights if it has saved none.
 
-    With adapters, a second reader reads the weights that they adapt.
+    With adapters, the readers of `open_initial` follow, for the weights that the adapters change.
 
     Args:
         config: The configuration.

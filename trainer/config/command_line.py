@@ -105,7 +105,11 @@ def split(argv: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def _option_name(token: str, words: list[str], schema: type) -> tuple[str, bool]:
-    """Return (name, False) for --table.key, and (name, True) for --no-table.key or --table.no-key of a boolean."""
+    """Return (name, False) for --table.key, and (name, True) for --no-table.key or --table.no-key of a boolean.
+
+    Raises:
+        ConfigError: The option is unknown, or a key that is no boolean is negated.
+    """
     keys = ACTIONS | accepted_keys(schema)
     name = token[2:].replace("-", "_")
     table, _, key = name.rpartition(".")

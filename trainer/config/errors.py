@@ -36,7 +36,7 @@ class Problems:
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Yield; keep an error that is raised inside for `raise_all`."""
+        """Yield; keep a ConfigError that is raised inside, for `raise_all`. Other errors pass."""
         try:
             yield
         except ConfigError as error:
@@ -44,7 +44,7 @@ class Problems:
                 self.add(each)
 
     def add(self, error: ConfigError) -> None:
-        """Keep an error for `raise_all`.
+        """Keep an error for `raise_all`, or only its message if it is a `MissingFile` and `missing` collects messages.
 
         Args:
             error: The error.
@@ -79,7 +79,7 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest choice, or all choices if none is near.
+    """Return `; did you mean 'x'?` for the nearest choice, all choices if none is near, or '' without choices.
 
     Args:
         word: The word of the user.
@@ -133,7 +133,7 @@ def _plain(word: str) -> str:
 
 
 def _allowed(a: str, b: str) -> int:
-    """Return how many letters of two words may differ: none of 2, one of 3 to 6, two of 7 to 11, three of more."""
+    """Return how many letters may differ. If the shorter word has up to 2 letters: 0; 6 letters: 1; 11: 2; more: 3."""
     shorter = min(len(a), len(b))
     return (shorter > 2) + (shorter > 6) + (shorter > 11)
 

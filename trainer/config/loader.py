@@ -64,11 +64,13 @@ def parse_command_line(
     Args:
         argv: The words of the command line, without the program's name.
         schema: The class of the configuration.
-        reading: Whether the command only reads. It then imports packages of a run's config.toml with --allow-imports.
+        reading: Whether the command only reads. It then imports packages of a run's config.toml only with
+            --allow-imports.
 
     Raises:
         UntrustedImports: The command only reads, and a run's config.toml names packages.
         ConfigError: A package cannot be imported, a key is unknown, a value has the wrong type, or a file is no TOML.
+            Or --world-size is below 1, or stands without --check-config.
     """
     problems = Problems()
     words = {}
@@ -158,7 +160,7 @@ def import_packages(names: Sequence[str]) -> None:
 
 
 def imports_of(words: Mapping[str, list[str]]) -> list[str]:
-    """Return the value of `job.imports`, before other keys are read.
+    """Return the value of `job.imports`, before other keys are read; [] if the key is not set.
 
     A value of a wrong type is left to the reader of all keys.
 
@@ -225,7 +227,11 @@ def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems
 def _typed_value(
     name: str, value: object, where: str, schema: type
 ) -> tuple[object, tuple[str, ...]]:
-    """Return today's value of one key, None for the default; and notes."""
+    """Return today's value of one key, None for the default; and notes.
+
+    Raises:
+        ConfigError: The key is unknown or for the command line only, or the value has a wrong type.
+    """
     if name == "job.config_file":
         raise ConfigError(
             f"{name} = {shown(value)} ({where}) is for the command line only; a file inherits another one "

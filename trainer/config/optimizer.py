@@ -174,7 +174,7 @@ class LRScheduler:
     """Step after which the schedule starts again, with its warm-up, in a run that continues a finished one."""
 
     def length(self, steps: int) -> int:
-        """Return the steps of the schedule, from its last start on.
+        """Return the number of steps of the schedule, counted from `restart_step`.
 
         Args:
             steps: Steps of the run.

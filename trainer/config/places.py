@@ -15,6 +15,8 @@ from trainer.config.errors import ConfigError, did_you_mean
 def check_place(argument: str, place: str) -> None:
     """Check that a place names a module that exists, and a name that the module defines.
 
+    The name is not checked if only an import of the module can tell.
+
     Args:
         argument: The argument with the place, for the message.
         place: "package.module:name".

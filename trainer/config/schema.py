@@ -328,7 +328,7 @@ class Validation:
     """Save a checkpoint after each validation with the lowest loss so far, and keep the best one."""
 
     def source(self, training: Training) -> tuple[str, str | None]:
-        """Return the kind of the data and their path.
+        """Return the kind of the data and their path, None if validation.dataset_path is not set.
 
         Args:
             training: The table [training], which has the default kind.
@@ -379,7 +379,7 @@ class JobConfig:
 
     @property
     def plans_attention(self) -> bool:
-        """Whether attention runs by a plan: over several ranks, or on one with more than a causal mask."""
+        """Whether a key asks for planned attention: ranks, chunks, documents, a window, sinks or QK-clip."""
         masked = self.masks_documents or self.model.sliding_window is not None
         divided = (
             self.parallelism.context_parallel_degree > 1 or self.training.sequence_chunks > 1

@@ -45,7 +45,7 @@ class Absent:
         off: Values that are ignored; None for all.
         instead: What to do if another value is refused.
         needs: Today's switch without which every value is ignored.
-        replaced: What happens instead, if a switch is on.
+        replaced: If this setting is on, a note says these words: what this program does instead.
     """
 
     kind: Any
@@ -73,7 +73,7 @@ _FLOAT8 = {"dynamic": True, "": False}
 
 
 def _schedule(name: str) -> str:
-    """Return today's name of a pipeline schedule, once in lower case and with underscores."""
+    """Return today's name of a pipeline schedule, once in lower case and with underscores; ConfigError if unknown."""
     today = get_args(get_type_hints(Parallelism)["pipeline_parallel_schedule"])
     names = {choice.lower(): choice for choice in today} | {
         "flexibleinterleaved1f1b": "Interleaved1F1B"
@@ -241,7 +241,9 @@ def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str
 
 
 def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> list[str]:
-    """Return one line for each source with settings that this program lacks and that are off.
+    """Return notes about settings that this program lacks: a line for each that is on and has a replacement.
+
+    The last lines list the other settings, which are ignored; one line for each source.
 
     Args:
         absent: Value and source of each such key.

@@ -130,10 +130,10 @@ class ActivationCheckpoint:
         return {"full": 1, "selective": selected}.get(self.mode, 0)
 
     def checkpointed(self, layers: Iterable[int]) -> list[int]:
-        """Return the numbers of the layers that are checkpointed, whole or by operator.
+        """Return the indices of the layers that are checkpointed, whole or by operator.
 
         Args:
-            layers: Numbers of the layers of a model or stage.
+            layers: Indices of the layers of a model or stage.
         """
         every = self.whole_layers or 1
         return (
@@ -143,18 +143,18 @@ class ActivationCheckpoint:
         )
 
     def kept(self, layers: Iterable[int]) -> list[int]:
-        """Return the numbers of the checkpointed layers whose inputs are kept, one layer of each group.
+        """Return the indices of the checkpointed layers whose inputs are kept, one layer of each group.
 
         Args:
-            layers: Numbers of the layers of a model or stage.
+            layers: Indices of the layers of a model or stage.
         """
         return self.checkpointed(layers)[:: self.group]
 
     def offloaded(self, layers: Iterable[int]) -> list[int]:
-        """Return the numbers of the layers whose kept inputs go to the host; they are the first ones.
+        """Return the indices of the layers whose kept inputs go to the host: the first of the `kept` layers.
 
         Args:
-            layers: Numbers of the layers of a model or stage.
+            layers: Indices of the layers of a model or stage.
         """
         kept = self.kept(layers) if self.offload != "none" else []
         share = math.ceil(self.offload_fraction * len(kept))

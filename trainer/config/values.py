@@ -226,7 +226,7 @@ def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
 
 
 def meant(value: object) -> str:
-    """Return the whole number that 1e4, 8,192 or 8k means. A unit has two readings. Empty for anything else.
+    """Return the whole number that 1e4 or 8,192 means, and both that 8k means: `8192 or 8000`. Else return ''.
 
     Args:
         value: The value, or the words of the user.

@@ -43,14 +43,16 @@ def resolve_attention(
         config: The configuration of the run.
         model: The arguments of the model.
         device_type: "cuda" or "cpu"; decides the data type, by which `auto` counts bytes.
-        node: Ranks on one node, None for all. `auto` counts a byte to another node several times.
+        node: Number of ranks on a node; None if one node has all ranks. `auto` counts a byte to another node several
+            times.
 
     Returns:
         The options, None for plain causal attention on one rank; and why `auto` chose its method, empty if the
         configuration names one.
 
     Raises:
-        ConfigError: A kernel lacks a feature, a method cannot divide the heads, or degrees do not fit.
+        ConfigError: A kernel lacks a feature, a method cannot divide the heads, degrees do not fit, or another option
+            of attention does not fit the model.
     """
     parallelism = config.parallelism
     if is_sparse(model):
@@ -101,7 +103,11 @@ def _needs_plan(config: JobConfig, model: ModelArgs, device_type: str) -> bool:
 
 
 def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallelOptions:
-    """Return the configured options; the method `auto` becomes the default method."""
+    """Return the configured options; the method `auto` becomes the default method.
+
+    Raises:
+        ConfigError: `context_parallel_hybrid_degrees` or the data type of gradients does not fit.
+    """
     parallelism = config.parallelism
     method = parallelism.context_parallel_method
     hybrid = parallelism.context_parallel_hybrid_degrees
@@ -292,7 +298,7 @@ def batch_chooser(
         device_type: "cuda" or "cpu".
         options: The options of the run. Only their method changes, and never to `hybrid`: its mesh must exist before
             the first batch.
-        node: Ranks on one node, None for all.
+        node: Number of ranks on a node; None if one node has all ranks.
 
     Returns:
         A function from the mask of a batch to the options and the reason; None if there is no choice.
@@ -343,7 +349,7 @@ def _kv_heads(model: ModelArgs, tp: int) -> int:
 
 
 def _checked_gradients(config: JobConfig, device_type: str) -> str:
-    """Return the data type in which ranks send dK and dV."""
+    """Return the data type in which ranks send dK and dV; raise a ConfigError if it would round the gradients."""
     wanted = config.parallelism.context_parallel_gradient_dtype
     computed = config.training.compute_dtype(device_type)
     if wanted == "bfloat16" != computed:
@@ -357,7 +363,11 @@ def _checked_gradients(config: JobConfig, device_type: str) -> str:
 def _checked_heads(
     parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs
 ) -> tuple[int, int]:
-    """Return how many key/value heads, and query heads, are sent at a time; 0 means all."""
+    """Return how many key/value heads, and query heads, are sent at a time; 0 means all.
+
+    Raises:
+        ConfigError: A configured number is not less than all heads, or depends on a method that `auto` leaves open.
+    """
     passes = parallelism.context_parallel_heads_per_pass
     tp = parallelism.tensor_parallel_degree
     if passes and parallelism.context_parallel_method == "auto":

@@ -102,6 +102,7 @@ def check_chat(config: JobConfig) -> None:
 
     Raises:
         ConfigError: The template refuses a conversation, packing would cut one, or conversations would see each other.
+            Or `[chat]` has arguments or a date for a template, and there is none.
     """
     settings = config.validation
     training = config.training
@@ -142,7 +143,9 @@ def check_chat(config: JobConfig) -> None:
 
 
 def conversation_notes(config: JobConfig) -> list[str]:
-    """Return a sentence for each part of the first conversations that their text lacks, such as reasoning or tools.
+    """Return a sentence for each kind of part that the text of some conversations lacks, such as reasoning or tools.
+
+    Only the first conversations of each source are read, and none of a source on the hub.
 
     Args:
         config: The configuration of the run.

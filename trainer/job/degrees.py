@@ -101,7 +101,8 @@ def resolve_degrees(
         The degrees; their product is `world_size`.
 
     Raises:
-        ConfigError: The product is wrong. The message names the nearest degrees that fit.
+        ConfigError: The product is wrong; the message names the nearest degrees that fit. Or `world_size` or a degree
+            of a field's axis is below 1, or a field's axes and context parallelism both have degrees.
     """
     if world_size < 1:
         raise ConfigError(f"world size = {world_size} must be the number of ranks, at least 1")

@@ -37,7 +37,7 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
 
 
 def note_of_router(args: ModelArgs) -> tuple[str, ...]:
-    """Return a note if the loss of tokens never trains the routers of a model.
+    """Return one note if the loss of tokens never trains the routers of a model, else an empty tuple.
 
     Args:
         args: The arguments of the model.
@@ -62,7 +62,7 @@ def dispatch_bytes(
 ) -> dict[str, float]:
     """Return the bytes that a rank sends to other ranks in one layer, forward and backward, by kind of exchange.
 
-    A row is sent with the weights and the numbers (int32) of its experts. The receiving rank keeps its own experts.
+    A row is sent with the weights and the indices (int32) of its experts. The receiving rank picks out its own experts.
 
     Args:
         out: Rows that the rank sends to experts of other ranks.

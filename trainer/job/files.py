@@ -17,7 +17,7 @@ def check_dump_folder(config: JobConfig) -> None:
         config: The configuration of the run.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The folder cannot be created or written, its name is empty, or it is an address.
     """
     folder = config.job.dump_folder
     if not folder:

@@ -14,9 +14,9 @@ from trainer.job.record import Draft
 
 
 class Pair(NamedTuple):
-    """Two keys, the sentence that says why they do not work together, and when that holds.
+    """Two keys, the sentence that says why they do not work together, and a test of the job, `holds`.
 
-    Without `holds` it does when a job uses both.
+    Without `holds`, the sentence applies to each job that uses both keys.
     """
 
     first: str

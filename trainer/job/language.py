@@ -199,7 +199,8 @@ class Language(TaskSpec):
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
         """Return the paragraphs of the summary by topic.
 
-        The topics are data, experts, pipeline, attention, linear attention, loss and offloaded inputs.
+        The topics are data, experts, pipeline, attention, linear attention, loss and offloaded inputs. The paragraph of
+        a topic that the job lacks is empty.
 
         Args:
             job: The resolved job.

@@ -20,7 +20,8 @@ def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | Non
         pipeline: The plan of the pipeline, None without one.
 
     Raises:
-        ConfigError: One of these is not so.
+        ConfigError: A named module does not exist, initial weights are not named, or another setting does not allow
+            adapters.
     """
     settings = config.lora
     if not settings.rank:
@@ -103,7 +104,7 @@ def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
 def adapter_shapes(
     config: JobConfig, model: ModelArgs, tp: int = 1
 ) -> dict[str, tuple[Shape, Shape]]:
-    """Return the shapes of A and B of each adapted module, or stacked weight of experts, by name.
+    """Return the shapes of A and B of each adapted module, or stacked weight of experts, by name; {} without adapters.
 
     Args:
         config: The configuration of the run.
@@ -162,7 +163,7 @@ def weight_shapes(model: ModelArgs, tp: int = 1) -> dict[str, Shape]:
 
     Args:
         model: The arguments of the model.
-        tp: The tensor-parallel degree.
+        tp: The tensor-parallel degree. Shapes are one rank's part, but shapes of experts are whole.
     """
     shapes = dict(model.linear_shapes(tp))
     if (experts := experts_of(model)) is not None:

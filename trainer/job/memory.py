@@ -18,11 +18,11 @@ _LARGEST = 2**42
 
 
 def check_memory(job: ResolvedJob, available: int | None) -> None:
-    """Check that the memory of a rank fits its device.
+    """Check that the memory of a rank fits its device. With offload to the CPU, only rotary tables and batch count.
 
     Args:
         job: The resolved job.
-        available: Bytes of the device; None for a size that no device has.
+        available: Bytes of the device; None if unknown: then the limit is 4 TiB, more than any device has.
 
     Raises:
         ConfigError: It does not fit.
@@ -50,11 +50,11 @@ def check_memory(job: ResolvedJob, available: int | None) -> None:
 
 
 def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
-    """Return the memory of the ranks of one pipeline rank.
+    """Return the memory of one rank at a place of the pipeline. All ranks at this place have the same memory.
 
     Args:
         job: The resolved job.
-        pp_rank: The pipeline rank.
+        pp_rank: The place, from 0 to the pipeline-parallel degree - 1.
     """
     degrees = job.degrees
     training = job.config.training

@@ -61,7 +61,7 @@ class PipelinePlan:
     splits_backward: bool = False
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the numbers of the stages of a pipeline rank.
+        """Return the indices of the stages of a pipeline rank.
 
         Args:
             rank: The pipeline rank.
@@ -200,7 +200,11 @@ def _check_micro_batches(
 
 
 def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> Stages:
-    """Return the modules of each stage: the listed ones, or all modules divided over `default` stages."""
+    """Return the modules of each stage: the listed ones, or all modules divided over `default` stages.
+
+    Raises:
+        ConfigError: Two keys say where stages begin, the list is wrong, or there are more stages than layers.
+    """
     listed = parallelism.pipeline_parallel_module_fqns
     if listed and parallelism.pipeline_parallel_layers_per_stage:
         raise ConfigError(
@@ -228,7 +232,13 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> Stages:
 
 
 def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> Stages:
-    """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer."""
+    """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer.
+
+    number: Number of stages, unless `pipeline_parallel_layers_per_stage` decides it.
+
+    Raises:
+        ConfigError: There are more stages than layers.
+    """
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first = modules.index(layers[0])
     last = modules.index(layers[-1]) + 1
@@ -266,7 +276,7 @@ def _source(parallelism: Parallelism) -> str:
 
 
 def layers_of(modules: Iterable[str]) -> list[int]:
-    """Return the numbers of the layers among some modules of a decoder.
+    """Return the indices of the layers among some modules of a decoder.
 
     Args:
         modules: Names of modules.
@@ -275,7 +285,7 @@ def layers_of(modules: Iterable[str]) -> list[int]:
 
 
 def layers_of_stages(pipeline: PipelinePlan | None, model: ModelArgs) -> list[list[int]]:
-    """Return the numbers of the layers of each stage; without a pipeline the model is one stage.
+    """Return the indices of the layers of each stage; without a pipeline the model is one stage.
 
     Layers that predict further tokens are left out: they follow the final norm, and their inputs are not outputs of
     layers.

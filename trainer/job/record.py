@@ -131,7 +131,7 @@ class ResolvedJob(TaskDecisions):
 
     @property
     def tokens_of_a_pass(self) -> int:
-        """Tokens of one forward of a rank."""
+        """Tokens of one forward of a rank; with balanced documents, the most that a forward may have."""
         rows = self.config.training.local_batch_size
         if self.balances:
             rows *= BALANCE_GROWTH

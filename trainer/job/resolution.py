@@ -59,7 +59,8 @@ def resolve(
         world_size: Ranks of the job.
         device_type: "cuda" or "cpu".
         node: Ranks on one node. None if unknown: then eight GPUs, or all ranks on CPUs.
-        missing: Collects messages about files that this machine lacks, for a check of a job elsewhere.
+        missing: Collects messages about files that this machine lacks, for a check of a job elsewhere. None: they are
+            errors.
         data_checked: Whether another process of this machine has checked the data.
         weights_checked: Whether another process of this machine has checked the files of weights and checkpoints.
 
@@ -139,7 +140,7 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
 
 
 def _write_out(draft: Draft) -> Draft:
-    """Write the folder of a model, and the optimizer of adapters, into the configuration."""
+    """Replace `model.path` by the keys for which it stands, and Muon by AdamW for adapters; add the task."""
     folder = model_folder(draft.config.model)
     config, notes = adapters_by_adamw(from_path(draft.config, folder))
     return replace(draft, config=config, folder=folder, task=task_of(config)).noted(*notes)

@@ -159,7 +159,7 @@ def check_batch(
 
 
 def check_chunks(config: JobConfig, degrees: Degrees) -> None:
-    """Check that a sequence has at least as many tokens as chunks.
+    """Check that each tensor-parallel rank has at least as many tokens of a sequence as there are chunks.
 
     Args:
         config: The configuration of the run.

@@ -202,14 +202,14 @@ def _check_activations_of_layers(
 def least_offloadable(
     settings: ActivationCheckpoint, stages: Iterable[list[int]]
 ) -> int | None:
-    """Return the smallest number of inputs of a stage that would all stay on the device.
+    """Return the fewest kept inputs of a stage, among the stages whose kept inputs would all stay on the device.
 
     Args:
         settings: The table [activation_checkpoint].
         stages: Numbers of the layers of each stage.
 
     Returns:
-        The number; None if each stage offloads some input.
+        The number of inputs; None if each stage offloads an input.
     """
     numbers = [len(kept) for layers in stages if (kept := settings.kept(layers))]
     return min(

@@ -45,9 +45,9 @@ def check_same(values: Mapping[str, int | str], subject: str) -> None:
 
 
 def control_group() -> ProcessGroup:
-    """Return a group of all ranks in which they agree between tokens, in host memory. A collective.
+    """Return a group of all ranks, in host memory, for agreements while texts are generated. A collective.
 
-    It has its own time-out: a rank that waits for a failed rank ends after it.
+    The group has a time-out of its own: a rank that waits longer for a failed rank ends with an error.
     """
     if dist.get_world_size() == 1:
         return dist.group.WORLD
@@ -104,6 +104,7 @@ def raise_on_all_ranks(function: Callable[[], T], over: Over = None) -> T:
 
     Raises:
         SharedConfigError: On every rank, if a call raised a ConfigError; it has the message of the lowest such rank.
+            Any other error is raised on this rank only, and its peers wait in vain.
     """
     result, message = None, ""
     try:

@@ -1,6 +1,6 @@
 """Log lines on the console: coloured in a terminal, plain and with the time of day elsewhere. Torch-free.
 
-A terminal also has a last line that changes: reason the run waits for, or the step that it is in.
+A terminal also has a last line that changes: why the run waits, or the step that it is in.
 
 State of the process: The level of this program's logger, for the run.
 """
@@ -80,7 +80,7 @@ class _Terminal(_Lines):
             self.put(_ERASE + self.live)
             return
         self.erase()  # the next step shows it again
-        # Break lines between words, and indent reason follows. A path is never broken.
+        # Break lines between words, and indent the next ones. A path is never broken.
         how = {
             "subsequent_indent": "    ",
             "break_long_words": False,
@@ -106,7 +106,7 @@ def line_width() -> int:
 
 
 def paragraphs(topics: Iterable[tuple[str, str]], width: int) -> str:
-    """Return topics and texts in two columns. A topic that is repeated is shown once.
+    """Return topics and texts in two columns. A repeated topic is shown once, a topic with an empty text not at all.
 
     Args:
         topics: Pairs of a topic and a text.

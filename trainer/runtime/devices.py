@@ -19,7 +19,7 @@ class Machine:
 
     Attributes:
         gpus: Number of GPUs.
-        gpu_memory: Memory of a GPU in bytes. None if not known.
+        gpu_memory: Memory of the smallest GPU in bytes. None if not known.
         host_memory: Host memory in bytes. None if not known.
     """
 
@@ -95,7 +95,7 @@ def _gpu_files() -> int:
 
 
 def _host_memory() -> int | None:
-    """Return the memory that processes may use here in bytes: of the machine, or of the container."""
+    """Return the bytes of memory that processes may use: of the machine, or its container if less; None if unknown."""
     limits = []
     for path in (
         Path("/sys/fs/cgroup/memory.max"),

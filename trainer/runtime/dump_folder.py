@@ -37,7 +37,7 @@ ESTIMATE = "estimate.json"
 
 
 def folders_of(config: JobConfig) -> dict[str, Path]:
-    """Return the folders that a job writes to, by the keys that name them; a remote store has no lock.
+    """Return the folders that a job writes to and locks, by the keys that name them; a remote store is left out.
 
     Args:
         config: The configuration.

@@ -122,7 +122,7 @@ def meet(store: "TCPStore", nodes: Nodes, event: str, timeout_seconds: float) ->
 
 
 def _listener(nodes: Nodes) -> socket.socket:
-    """Return a socket that listens on MASTER_PORT of all networks."""
+    """Return a socket that listens on MASTER_PORT of all networks; ConfigError if the port is taken or not allowed."""
     # a launcher that is just ending may hold the port
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
@@ -144,7 +144,12 @@ def _listener(nodes: Nodes) -> socket.socket:
 
 
 def _gather(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
-    """Act as the first node: wait for the others, and set the verdict."""
+    """Act as the first node: wait for the others, and set the verdict.
+
+    Raises:
+        ConfigError: Nodes have other values of NNODES or NGPU.
+        NodesMissing: The time is over.
+    """
     store.set("job", nodes.job)
     store.set("node/0", json.dumps(me))
     unchecked = {*range(nodes.count)}
@@ -170,7 +175,12 @@ def _gather(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Wait
 
 
 def _reach(nodes: Nodes, waiting: "_Waiting") -> "TCPStore":
-    """Return the store of the first node; wait until it listens."""
+    """Return the store of the first node; wait until it listens.
+
+    Raises:
+        ConfigError: Another program has the port.
+        NodesMissing: The time is over.
+    """
     from torch.distributed import DistError, TCPStore
 
     while True:

@@ -108,7 +108,7 @@ class Nodes:
         """Check that MASTER_ADDR is known here. On the first node it must be an address of this machine.
 
         Raises:
-            ConfigError: It is not.
+            ConfigError: MASTER_ADDR is unknown, or on the first node it is no address of this machine.
         """
         try:
             addresses = socket.getaddrinfo(self.address, self.port, type=socket.SOCK_STREAM)

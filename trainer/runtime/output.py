@@ -51,6 +51,9 @@ class LastingOutput(io.RawIOBase):
 
         Returns:
             The length of the data.
+
+        Raises:
+            OSError: The text is no log, and cannot be written for another reason than a reader that went away.
         """
         left = memoryview(data).cast("B")
         length = len(left)

@@ -17,7 +17,7 @@ def store_of(key: str, address: str) -> Store:
 
     Raises:
         MissingFile: A package for this kind of address is not installed.
-        ConfigError: This kind of address does not exist.
+        ConfigError: This kind of address does not exist or does not last (memory://), or the address names no bucket.
     """
     if not is_address(address):
         return Store(Path(address))
@@ -69,7 +69,8 @@ def saved_step(key: str, address: str) -> int | None:
         address: A path or an address.
 
     Raises:
-        ConfigError: As `store_of`, or it is in a store that does not answer from here.
+        ConfigError: As `store_of`.
+        MissingFile: As `store_of`, or the store does not answer from here.
     """
     store, step = named_step(key, address)
     try:

@@ -51,7 +51,7 @@ def step_to_load(config: JobConfig) -> int | None:
         config: The configuration.
 
     Raises:
-        ConfigError: The folder cannot be read, or `checkpoint.load_step` is missing.
+        ConfigError: The folder cannot be read, or has no step `checkpoint.load_step`.
         MissingFile: The folder is in a store that does not answer from here.
     """
     folder = checkpoint_folder(config)

@@ -31,6 +31,8 @@ def check_initial_weights(
 ) -> None:
     """Check that the weights in `checkpoint.initial_load_path` exist and belong to this model.
 
+    A run that resumes from a checkpoint of its own needs these weights only with adapters; else they are not checked.
+
     Args:
         config: The configuration.
         model: The arguments of the model.

@@ -27,7 +27,7 @@ def best_saved(folder: Store) -> tuple[int, float] | None:
 
 
 def mark_best(folder: Store, step: int, loss: float | None) -> None:
-    """Record that this new checkpoint is the best one so far.
+    """Record a new checkpoint as the best one so far, if `loss` is not None.
 
     If the best checkpoint was of this step, in another history, the new checkpoint has replaced it: remove the record.
 
@@ -54,7 +54,7 @@ def keep_latest(folder: Store, k: int, written: int, *, every: int = 0) -> None:
         folder: The folder of checkpoints.
         k: Number of checkpoints; 0 keeps all.
         written: The last saved step, included.
-        every: Steps that are multiples of it stay too; 0: none.
+        every: Steps that are multiples of this number stay too; 0: none.
     """
     best = best_saved(folder)
     own_steps = [step for step in folder.steps() if step <= written]

@@ -60,7 +60,7 @@ class RemoteStore(Store):
         return steps_of(step for step, _, name in names if name == STATE_FILE)
 
     def sizes(self, step: int) -> dict[str, int]:
-        """Return name and bytes of every object of a step.
+        """Return name and bytes of every object of a step; {} if the step does not exist.
 
         Args:
             step: Number of the step.
@@ -173,7 +173,7 @@ class RemoteStore(Store):
             claim: See `begin`.
 
         Raises:
-            OSError: It cannot be written, or another job has claimed it.
+            OSError: An object cannot be written, or another job has claimed the step.
         """
         path = self.step(step)
         if (

@@ -88,7 +88,7 @@ class Store:
         return []
 
     def sizes(self, step: int) -> dict[str, int]:
-        """Return name and bytes of every file of a step.
+        """Return name and bytes of every file of a step; {} if the step does not exist.
 
         Args:
             step: Number of the step.

@@ -128,7 +128,8 @@ def _assigned(
 ) -> list[int] | None:
     """Give each document, the longest first, to the bin with room that is farthest below its target.
 
-    Returns None if a document fits in no bin. lengths, costs: descending.
+    Returns None if a document fits in no bin. lengths, costs: of each document, descending. targets: the cost that each
+    bin should have. most: largest number of tokens of a bin.
     """
     # a heap of (-lack, bin)
     lacking = [(-target, i) for i, target in enumerate(targets)]
@@ -155,9 +156,9 @@ def _assigned(
 def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarray:
     """Return the target cost of the ranks of each micro-batch, (micro_batches,).
 
-    The targets are equal, except where the costliest documents take longer than that, each on a rank of its own.
-    Micro-batch i begins with document i * ranks. If this document takes longer than its share, it sets the target of
-    the micro-batch, and the other micro-batches have lower targets.
+    The targets are equal, except where a document that has a rank of its own takes longer than the equal target.
+    Micro-batch i begins with document i * ranks. If this document takes longer than the equal target, its cost is the
+    target of the micro-batch, and the other micro-batches have lower targets.
 
     Args:
         descending: The costs of all documents, the highest first.

@@ -36,8 +36,8 @@ def own_batches(
         dims: The meshes of the run.
 
     Yields:
-        The numbers of this rank's sequences, and arrays of shape (rows, S): tokens, labels, positions, document ids.
-        If sequences are missing in the last forward, copies fill it up; they have no label and no number.
+        The indices in `sequences` of this rank's sequences, and arrays of shape (rows, S): tokens, labels, positions,
+        document ids. If the last forward lacks sequences, copies fill it up; the copies have no label and no index.
     """
     rank = dims.rank("dp")
     degree = dims.size("dp")

@@ -70,7 +70,9 @@ class Padding(Observer):
         self._step_totals = 0
 
     def record(self, positions: Positions) -> dict[str, float]:
-        """Return `padding_fraction`, the share of the step's tokens. A collective over data-parallel ranks.
+        """Return `padding_fraction`: padding tokens of the last step, divided by `sequences_per_step * positions`.
+
+        A collective over data-parallel ranks.
 
         Args:
             positions: Positions of the data streams; not used.
@@ -97,7 +99,8 @@ class SourceLosses(Totals):
         """Add a micro-batch.
 
         Args:
-            batch: Its `sources` are numbers of sequences, (B,), or of this rank's tokens, (B, S).
+            batch: Its `sources` are the index of the source of each sequence, (B,), or of each token of this rank,
+                (B, S).
             losses: (B, S) of this rank.
         """
         sources = batch["sources"]

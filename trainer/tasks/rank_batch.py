@@ -81,10 +81,10 @@ class RankBatch:
 
 
 def token_numbers(sequences: Sequence[int], length: int) -> Tensor:
-    """Return the number of each token in the whole run, (B, length), int64.
+    """Return the index of each token among all tokens of the run, (B, length), int64.
 
     Args:
-        sequences: Numbers of the B sequences in the run.
+        sequences: Indices of the B sequences among all sequences of the run.
         length: Number of tokens of a sequence.
     """
     return torch.tensor(sequences)[:, None] * length + torch.arange(length)

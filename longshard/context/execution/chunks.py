@@ -31,7 +31,7 @@ class KeptTensor(Protocol):
         """Return the tensor that `take` returns, and begin to copy it to the device; read it after `take`."""
 
     def take(self) -> Tensor:
-        """Return it on the device once it is there; may be called again."""
+        """Return the tensor on the device, after a wait until its copy is complete; may be called again."""
 
 
 class OnDevice(NamedTuple):

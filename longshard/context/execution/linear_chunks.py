@@ -243,9 +243,9 @@ class Chunks:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of the states before runs, (B, H, R, K, V), and of the states after each step's chunks.
 
-        state: gradients of the states after the runs. read: as returned by `read`; with `keep`, its first tensor
-            becomes
-        the gradient of the additions of tokens.
+        state: gradients of the states after the runs.
+        read: as returned by `read`.
+        keep: whether the first tensor of `read` becomes the gradient of the additions of tokens.
         """
         dadded, reads = read
         steps = []
@@ -338,7 +338,7 @@ def one_token(
 
     Args:
         state: The state before the token, (B, H, K, V).
-        q: The query, (B, H, K), or fewer heads, each for some states.
+        q: The query, (B, H, K), or with fewer heads: each serves the same number of heads of v.
         k: The key, in the shape of q.
         v: The value, (B, H, V).
         log_decay: (B, H) or (B, H, K).

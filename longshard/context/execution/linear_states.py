@@ -59,7 +59,10 @@ def changed(state: Tensor, change: Tensor, *, reverse: bool) -> Tensor:
 
 
 def _moved_on(transition: Tensor, state: Tensor, *, reverse: bool = False) -> Tensor:
-    """Return the product with a transition, (..., K, K), or with a diagonal one, (..., K, 1)."""
+    """Return the product of a transition, (..., K, K), or a diagonal one, (..., K, 1), with a state, (..., K, V).
+
+    reverse: whether the transition is transposed.
+    """
     if transition.shape[-1] == 1:
         return transition * state
     return (transition.mT if reverse else transition) @ state

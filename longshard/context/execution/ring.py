@@ -240,7 +240,10 @@ class StagedExecution:
         return with_next(items)
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
-        """Start the transfers for the next item; return its K and V, and the handle."""
+        """Start the transfers for the next item; return its K and V, and the handle.
+
+        own: K and V of this rank's rows. held: K and V of the present stage, which are returned without a next item.
+        """
         if following is None:
             return held, Pending()
         stage = following.stage

@@ -127,8 +127,7 @@ class Merged:
     """The running output and log-sum-exp of queries over the keys so far: (B, H, S, V), (B, H, S), in float32 at least.
 
     Queries that see no key have output 0 and log-sum-exp -inf. The result of a single call of all queries is kept as
-    the
-    kernel returned it: nothing is filled, copied or cast.
+    the kernel returned it: nothing is filled, copied or cast.
 
     Args:
         q: The queries, (B, H, S, D).
@@ -146,7 +145,7 @@ class Merged:
 
     @property
     def result(self) -> OutLse:
-        """The output and log-sum-exp in the memory order of sums; copied only if a kernel has another order."""
+        """The output, in the memory order (B, S, H, V), and log-sum-exp; copied only if a kernel has another order."""
         if self._lone is None:
             return self._accumulated()
         out, lse = self._lone

@@ -161,7 +161,9 @@ class HeadExchange:
             )
 
     def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, sinks and `up` (of this rank's heads, zero elsewhere; inputs (B, H, S, D)).
+        """Return the gradients of q, (B, H, S, D), of k and v, (B, K, T, D), and of sinks and `up` if there are any.
+
+        The gradients of sinks and `up` are zero except for this rank's heads.
 
         Args:
             inputs: This rank's rows, or the kept heads.
@@ -254,7 +256,7 @@ class HeadExchange:
     ) -> Iterator[tuple[HeadShare, PackedRows, Tensors]]:
         """Yield all rows of this rank's heads in the order of the sequence, pass by pass, as bytes.
 
-        The next pass is sent while the caller computes with a pass.
+        The next pass is sent while the caller computes with a pass. kind: as in `all_to_all`.
         """
         keys = [repeated(x, x.shape[1] * passes[0].copies) for x in keys]
         incoming = self._send_heads(queries, keys, passes[0], kind=kind)
@@ -327,7 +329,10 @@ def _backward_inputs(exchanged: Tensors, share: HeadShare, held: Tensors) -> Bac
 
 
 def _keys(arrived: Tensors, share: HeadShare, held: Tensors) -> Tensors:
-    """Return keys and values of a pass; `held` has copies of keys and values that several passes use."""
+    """Return keys and values of a pass; `held` has copies of keys and values that several passes use.
+
+    arrived: keys and values that were sent in this pass; empty if an earlier pass sent them.
+    """
     if share.has_keys and share.has_gradients:
         return arrived
     held[:] = [x.clone() for x in arrived] or held
@@ -353,7 +358,10 @@ def _summed_over_passes(
 def _by_rank(
     queries: Tensors, keys: Tensors, share: HeadShare, degree: int
 ) -> tuple[Tensors, Tensors]:
-    """Return views of each rank's heads of a pass: (B, H, S, ...) -> (N, S, B, h, ...)."""
+    """Return views of each rank's heads of a pass, of queries and of keys: (B, H, S, ...) -> (N, S, B, h, ...).
+
+    share: the heads of the pass. degree: N.
+    """
 
     def of(x: Tensor, heads: slice) -> Tensor:
         return x.unflatten(1, (degree, -1))[:, :, heads].movedim((1, 3), (0, 1))

@@ -81,7 +81,8 @@ def choose(
         shape: The shape of attention on one rank, with its local heads.
         batch: The documents of one batch; None if absent.
         hybrids: Whether the mesh may be 2-D.
-        node: Ranks of the group on one node, None for all. A byte to another node counts `NETWORK` times.
+        node: Number of ranks of the group on a node; None if one node has all. A byte to another node counts `NETWORK`
+            times.
     """
     # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
     balancer = (
@@ -138,7 +139,7 @@ def _busiest(
 ) -> tuple[int, int, int, int]:
     """Return the largest values over the ranks: bytes sent, bytes to other nodes, kernel calls and stages.
 
-    Bytes are of a forward and a backward, calls and stages of a forward.
+    Bytes are of a forward and a backward, calls and stages of a forward. node: number of ranks on a node.
     """
     # The kernel that `auto` takes depends on the device; here the least capable kernel stands for it.
     capabilities = CAPABILITIES.get(way.kernel, CAPABILITIES["cpu_flash"])

@@ -327,7 +327,9 @@ def _large_parts(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
 
 
 def recurring_length(length: int) -> int:
-    """Return the largest number up to `length` that is five binary digits followed by zeros: 16 for each power of two.
+    """Return the largest number up to `length` that is five binary digits followed by zeros.
+
+    There are 16 such numbers between two powers of two.
 
     Args:
         length: The length.

@@ -61,7 +61,9 @@ class Method:
         return (hybrid_degrees or (1,))[0] if self.two_level else degree
 
     def ways(self, degree: int, heads: int) -> Iterator[tuple[int, int] | None]:
-        """Yield the hybrid degrees with which the method can divide the heads; None if it has no hybrid degrees.
+        """Yield the hybrid degrees with which the method can divide the heads; nothing if it cannot divide them.
+
+        A method without hybrid degrees yields None once.
 
         Args:
             degree: Number of ranks.

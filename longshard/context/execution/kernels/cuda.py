@@ -367,7 +367,7 @@ def _by_sequence(x: Tensor, batch: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _places(spans: Spans, device: torch.device) -> Tensor:
-    """Return the number of every gathered row in its sequence."""
+    """Return the index in its sequence of every gathered row."""
     return to_device(torch.cat([torch.arange(start, stop) for start, stop in spans]), device)
 
 

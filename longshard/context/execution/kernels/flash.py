@@ -78,7 +78,8 @@ def usable(
 
     Args:
         capability: The compute capability of the GPU; None if there is no GPU.
-        deterministic: Then there is no package, because their determinism is untested.
+        deterministic: Whether results must be the same bits each time. Then the list is empty, because this is untested
+            with the packages.
         installed: Returns whether a module is installed.
     """
     if capability is None or deterministic:
