@@ -124,7 +124,8 @@ def tokenize(
         folder: The folder.
         processes: Number of processes.
         log: Takes lines of progress.
-        every: Fewest seconds between two lines; above 0 for the cache.
+        every: Fewest seconds between two lines. Above 0 says that the folder is in the cache: then a finished folder
+            stays as it is.
         shard_bytes: Bytes of a part; None to choose by the size of the data.
 
     Raises:
@@ -161,7 +162,9 @@ def tokenize(
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """Return the plan in a folder, with its shards if it is finished; empty if there is none or it is damaged.
+    """Return the plan in a folder, with its shards if the folder is finished; empty if there is no plan.
+
+    For a damaged file, the result is its name under the key "damaged".
 
     Args:
         folder: The folder.
