@@ -236,7 +236,7 @@ class Transformer(nn.Module):
             length: Number of tokens of the text.
 
         Returns:
-            The longest text for which these frequencies hold, in tokens.
+            The longest text for which these frequencies hold, in tokens; infinity if there is no bound.
         """
         scaling = self.args.rope_scaling
         if not self.by_length or scaling is None or scaling.kind != "longrope":
@@ -283,7 +283,7 @@ def rotated_until(model: nn.Module, length: int) -> float:
         length: Number of tokens of the text.
 
     Returns:
-        The longest text for which the frequencies hold, in tokens.
+        The longest text for which the frequencies hold, in tokens; infinity if there is no bound.
     """
     rotate_for = getattr(model, "rotate_for", None)
     return math.inf if rotate_for is None else rotate_for(length)
