@@ -184,7 +184,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Store rows of a shard, from `first_row` on.
 
-        bits_above: low random bits of each element that another tensor's rounding uses.
+        bits_above: number of low random bits of each element, which the rounding of another tensor uses.
         """
         if value is not stored:
             start = first_row * stored.shape[1]
