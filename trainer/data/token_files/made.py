@@ -256,7 +256,10 @@ def _write(
 def _written(
     work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int
 ) -> Iterator[int]:
-    """Write shards and yield the number of each; raise the ConfigError of a process, or if a process is killed."""
+    """Write shards and yield the number of each; raise the ConfigError of a process, or if a process is killed.
+
+    work: number of a shard -> arguments of `write_shard`.
+    """
     if processes <= 1:
         for number, one in work.items():
             write_shard(*one)

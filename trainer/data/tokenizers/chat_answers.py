@@ -133,7 +133,10 @@ class Answers:
         return content
 
     def _has_more(self, number: int, before: str) -> bool:
-        """Return whether the text before a message's content has another part of the message, such as its reasoning."""
+        """Return whether the text before a message's content has another part of the message, such as its reasoning.
+
+        number: of the message, from 0. before: the text between the start of the answer and the content.
+        """
         parts = (
             part
             for key, part in self._messages[number].items()

@@ -123,7 +123,10 @@ def _message(raw: Message, number: int) -> dict[str, Any]:
 
 
 def _content(content: object, number: int, *, may_be_missing: bool) -> str:
-    """Return the text of a content. A message with calls may lack a content."""
+    """Return the text of a content. A message with calls may lack a content.
+
+    number: of the message, from 1, for errors.
+    """
     if content is None and may_be_missing:
         return ""
     parts = content if isinstance(content, list) else []

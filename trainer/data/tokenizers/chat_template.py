@@ -156,7 +156,11 @@ class ChatTemplate:
     def _written(
         self, messages: Messages, how: Mapping[str, Any], *, prompts: bool = False
     ) -> tuple[Messages, str]:
-        """Return the messages, with arguments of calls in the form that the template takes, and their text."""
+        """Return the messages, with arguments of calls in the form that the template takes, and their text.
+
+        how: the inputs of `_brought`. prompts: whether the generation prompt ends the text. Raises ConfigError if the
+        template refuses every form, or leaves out a part.
+        """
         reason = None
         for form in argument_forms(messages):
             try:
