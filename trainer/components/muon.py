@@ -141,7 +141,10 @@ class Muon(torch.optim.Optimizer):
         self._change(updates, returned(), share)
 
     def _advance(self, update: "_Update", share: Tensor | None) -> None:
-        """Update a momentum. A gradient that is not finite must not reach it."""
+        """Update a momentum. A gradient that is not finite must not reach the momentum.
+
+        share: 0 if the step must change nothing, else 1; None counts as 1.
+        """
         moved = wide(update.momentum)
         weight = 1 - self._settings.momentum
         if share is not None:
