@@ -309,7 +309,10 @@ class Trainer(Assembly):
             self.optimizer.step()
 
     def _validate(self, step: int, last: bool, compilations: Recompilations) -> float | None:
-        """Validate if it is due. Return the loss if its checkpoint is kept as the best one so far, otherwise None."""
+        """Validate if it is due. Return the loss if its checkpoint is kept as the best one so far, otherwise None.
+
+        last: whether the run ends after this step.
+        """
         # A stopped run has little time left to save.
         if (
             self.validation is None
