@@ -124,8 +124,7 @@ def tokenize(
         folder: The folder.
         processes: Number of processes.
         log: Takes lines of progress.
-        every: Fewest seconds between two lines. Above 0 says that the folder is in the cache: then a finished folder
-            stays as it is.
+        every: Fewest seconds between two lines. Above 0 only for a folder in the cache, which stays if it is finished.
         shard_bytes: Bytes of a part; None to choose by the size of the data.
 
     Raises:
