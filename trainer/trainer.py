@@ -45,7 +45,8 @@ class Trainer(Assembly):
         """Train until `training.steps`, `job.max_minutes` or a signal, and save the last step.
 
         Raises:
-            TrainingError: A loss or a gradient is not finite.
+            TrainingError: A loss or a gradient is not finite, and no more steps may be skipped; or ranks of a
+                data-parallel rank read different batches.
             CheckpointError: A checkpoint could not be written.
             SharedConfigError: The data of a step cannot be read; the step before is saved.
         """
@@ -178,7 +179,7 @@ class Trainer(Assembly):
 
         Returns:
             For each sample the sum of losses on this rank, (B,), float64, and the number of targets, (B,), int64. In a
-            pipeline only the last stage has losses.
+            pipeline only the last stage has losses; the sums of other stages are 0.
         """
         for observer in self.observers:
             observer.batch(batch)
@@ -284,7 +285,8 @@ class Trainer(Assembly):
             totals: Sums over all ranks.
 
         Raises:
-            TrainingError: On every rank, if the loss or the norm is not finite; no weight has changed.
+            TrainingError: On every rank, if the loss or the norm is not finite and no more steps may be skipped. No
+                weight has changed, except with `training.early_update`.
         """
         loss, norm, (*votes, save, no_data, slow) = totals.read()
         self.limits.step_was_read(slow > 0)
@@ -307,7 +309,10 @@ class Trainer(Assembly):
             self.optimizer.step()
 
     def _validate(self, step: int, last: bool, compilations: Recompilations) -> float | None:
-        """Validate if it is due; return the loss if its checkpoint is kept as the best one so far."""
+        """Validate if it is due. Return the loss if its checkpoint is kept as the best one so far, otherwise None.
+
+        last: whether the run ends after this step.
+        """
         # A stopped run has little time left to save.
         if (
             self.validation is None

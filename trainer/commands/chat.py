@@ -95,7 +95,8 @@ class Conversation:
             line: The line of the user.
 
         Returns:
-            The tokens of the prompt; None if the line asks for no answer.
+            The tokens of the prompt. None if the line asks for no answer, or if no prompt can be made: the user is
+            shown why.
         """
         command, _, content = line.partition(" ")
         if command == "/reset":

@@ -55,6 +55,9 @@ def to_peft(options: argparse.Namespace) -> str:
 
     Returns:
         What to do next, in words.
+
+    Raises:
+        ConfigError: The run has no adapters, or the output cannot be made.
     """
     config = _configuration(options)
     if not config.lora.rank:

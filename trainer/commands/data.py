@@ -65,7 +65,8 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
     """Yield the documents of the packed sequence in a batch of one.
 
     Args:
-        batch: A batch of the loader: tokens, labels, positions and document_ids, (1, S), and padding, tokens.
+        batch: A batch of the loader: tokens, labels, positions and document_ids, (1, S), and padding,
+            the number of padding tokens.
         tokenizer: The tokenizer.
     """
     tokens, labels, positions, ids = (

@@ -172,7 +172,10 @@ def _searched(
 
 
 def _longest(estimator: Estimator, arguments: list[str], begin: int, ranks: int) -> Estimate:
-    """Print the longest sequence that fits; return its estimate. If none fits, return the estimate of the shortest."""
+    """Print the longest sequence that fits; return its estimate. If none fits, return the estimate of the shortest.
+
+    begin: the length that is tried first, in tokens. ranks: ranks of the job.
+    """
     longest, beyond = longest_sequence(estimator, arguments, begin, unit=128 * ranks)
     wall = next(iter(beyond.by_purpose))
     if longest is not None:
@@ -225,7 +228,10 @@ def _row(estimated: Estimate, settings: str) -> str:
 
 
 def _show_progress(count: int, best: float) -> None:
-    """Print on stderr how many settings were traced: after each one on a terminal, otherwise after every tenth."""
+    """Print on stderr how many settings were traced: after each one on a terminal, otherwise after every tenth.
+
+    count: number of traced settings. best: speed of the fastest of them, in tokens a second and rank.
+    """
     text = f"{count} settings traced; the best has {best:,.0f} tokens a second and rank"
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

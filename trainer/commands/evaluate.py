@@ -217,7 +217,7 @@ def positions(
         job: The resolved job.
 
     Returns:
-        A row for each bucket of positions.
+        A row for each bucket of positions, see `Evaluation.by_position`.
 
     Raises:
         SharedConfigError: On every rank, if the documents of one rank cannot be read.

@@ -198,7 +198,11 @@ def _hugging_face_configuration(
 def _saved(
     folder: Path, step: int, *, command: str, task: str, settings: Sequence[str]
 ) -> JobConfig:
-    """Return the saved configuration of a run, changed by `settings` of the command line, to load a step."""
+    """Return the saved configuration of a run, changed by `settings` of the command line, to load a step.
+
+    step: -1 for the latest. command: for messages. task: the task that the run must have.
+    Raises ConfigError if there is no run or no such step, or if the run is of another task.
+    """
     file = folder / RUN_FILE
     if not file.is_file():
         also = f", or a Hugging Face folder with its {CONFIG_FILE}" * (

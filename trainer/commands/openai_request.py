@@ -127,7 +127,10 @@ def request_of(
 def _number(
     body: Body, key: str, kind: type, default: Any, *, least: float = 0, most: float = 2**63 - 1
 ) -> Any:
-    """Return the number of a field, or the default if the field is missing; raise a ConfigError if it is wrong."""
+    """Return the number of a field, or the default if the field is missing; raise a ConfigError if it is wrong.
+
+    kind: int or float. least, most: the smallest and the largest number.
+    """
     value = body.get(key)
     if value is None:
         return default

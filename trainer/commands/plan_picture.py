@@ -129,7 +129,10 @@ def areas_of(
 
 
 def _draw_square(axes: Axes, upright: Axes, across: Axes, case: Case) -> None:
-    """Draw which rank computes which pairs, and strips of owners. Queries run down, keys to the right."""
+    """Draw which rank computes which pairs, and strips of owners. Queries run down, keys to the right.
+
+    axes: of the square. upright, across: of the strips with the owners of queries, and of keys.
+    """
     seq_len = case.layout.length
     side = min(seq_len, _SIDE)
     tokens = (2 * np.arange(side) + 1) * seq_len // (2 * side)
@@ -204,7 +207,10 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
 
 
 def _draw_loads(loads: Sequence[Axes], case: Case, *, few: bool) -> None:
-    """Draw a bar for each rank: all of its pairs, and the bytes that it sends."""
+    """Draw a bar for each rank: all of its pairs, and the bytes that it sends.
+
+    loads: axes of the pairs, and of the bytes. few: whether each bar gets its number.
+    """
     degree = case.degree
     mean = float(case.pairs.mean()) or 1
     sent = [case.costs[case.direction][r].bytes_sent.total() / 2**20 for r in range(degree)]

@@ -209,7 +209,7 @@ class Talk:
         return kept, prompt, left_out
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
-        """Return the answer of the model as a message. It begins with the mark of reasoning if the prompt ends with it.
+        """Return the answer of the model as a message. A mark of reasoning at the end of the prompt opens the answer.
 
         Args:
             prompt: The tokens of the prompt.

@@ -89,7 +89,7 @@ def _tokenized(start: Start, config: JobConfig) -> bool:
 
 
 def _start_estimate(start: Start, config: JobConfig) -> subprocess.Popen[bytes] | None:
-    """On GPUs of one node, start the process that estimates the memory of the run for its first log line."""
+    """On GPUs of one node, start the process that estimates the memory of the run for its first log line; else None."""
     machine = this_machine()
     folder = Path(config.job.dump_folder)
     remove_estimate(config)

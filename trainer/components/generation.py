@@ -43,7 +43,7 @@ class Sampling:
             generator: The source of random numbers.
 
         Returns:
-            The number of the token.
+            The id of the token.
         """
         if self.temperature == 0:
             return int(logits.argmax())
@@ -75,7 +75,7 @@ class Writing:
     """Called for each drawn token, also for a token of `ends`, with the number of the prompt, the token and its logits,
     (V,). If it returns True, the text ends, on all ranks."""
     on_prompt: Callable[[int, Tensor], None] | None = None
-    """Called with parts of the logits (B, N, V) of the tokens of the prompts, and the position of the first token."""
+    """Called with the position of the first token of a part of the prompts, and the logits (B, N, V) of the part."""
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def _logits(
 
     Between two yields the texts grow by a token, up to `most` tokens.
 
-    on_prompt: see `generate`; called when the texts are read for the first time.
+    on_prompt: see `Writing`; called when the texts are read for the first time.
     """
     longest = job.config.training.seq_len
     device = torch.device(job.device_type)

@@ -141,7 +141,7 @@ class GenerationCache:
         return all_reduce(local.contiguous(), self._cp)
 
     def _keep(self, module: nn.Module, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, ...]:
-        """Keep keys and values, (B, K, S, D), after the `first` ones, and return all of them."""
+        """Keep keys and values, (B, K, S, D), after the first `first` kept ones; return all kept ones up to here."""
         if module not in self._kept:
             self._kept[module] = tuple(
                 x.new_empty(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v)

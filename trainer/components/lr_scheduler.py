@@ -16,7 +16,7 @@ def lr_factor(step: int, config: LRScheduler, total_steps: int) -> float:
     `decay_ratio` of the run it falls to `min_lr_factor`; by default it falls from the end of the warm-up on.
 
     Args:
-        step: Number of the step, counted from the start of the schedule.
+        step: Number of the step, counted from 0 at the start of the schedule.
         config: Table `[lr_scheduler]`.
         total_steps: Steps of the schedule.
     """

@@ -318,7 +318,10 @@ class MetricsLogger:
         return None
 
     def _predicted_memory(self, memory: float) -> dict[str, float]:
-        """Return the peak that `lct estimate` has predicted for GPUs, once it is ready; the first time, log both."""
+        """Return the peak that `lct estimate` has predicted for GPUs; the first time, log both peaks.
+
+        memory: the measured peak in GiB. The result has the predicted peak in GiB, and is empty until it is ready.
+        """
         if self._predicted is None and (size := self._estimated("allocated")) is not None:
             self._predicted = size / 2**30
             logger.info(

@@ -141,7 +141,10 @@ class Muon(torch.optim.Optimizer):
         self._change(updates, returned(), share)
 
     def _advance(self, update: "_Update", share: Tensor | None) -> None:
-        """Update a momentum. A gradient that is not finite must not reach it."""
+        """Update a momentum. A gradient that is not finite must not reach the momentum.
+
+        share: 0 if the step must change nothing, else 1; None counts as 1.
+        """
         moved = wide(update.momentum)
         weight = 1 - self._settings.momentum
         if share is not None:
@@ -184,7 +187,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Store rows of a shard, from `first_row` on.
 
-        bits_above: low random bits of each element that another tensor's rounding uses.
+        bits_above: number of low random bits of each element, which the rounding of another tensor uses.
         """
         if value is not stored:
             start = first_row * stored.shape[1]

@@ -25,9 +25,9 @@ class Contents:
     """The counts of a data set.
 
     Attributes:
-        lengths: Tokens of each document that has some, (n,).
-        learned: Tokens with a label.
-        notes: Parts of conversations that their text lacks; see `TokenFiles`.
+        lengths: Number of tokens of each document that has a token, (n,).
+        learned: Number of tokens that have a label.
+        notes: Counts of the parts of conversations that their text lacks; see `TokenFiles.notes`.
     """
 
     lengths: np.ndarray
@@ -40,7 +40,7 @@ class Contents:
         return int(self.lengths.sum(dtype=np.int64))
 
     def whole(self, length: int) -> float:
-        """Return the retention: the share of documents that fit whole.
+        """Return the retention: the share of documents that fit whole; 1.0 without documents.
 
         Args:
             length: Tokens of a sequence.
@@ -49,7 +49,7 @@ class Contents:
 
 
 def content_of(source: TokenFiles) -> Contents:
-    """Count the documents of token files.
+    """Count the documents of token files. Documents without tokens do not count.
 
     Args:
         source: The token files.
@@ -66,7 +66,7 @@ def content_of(source: TokenFiles) -> Contents:
 
 
 def lacking_parts(contents: Mapping[str, Contents]) -> list[str]:
-    """Return a sentence for each part of conversations that their text lacks.
+    """Return a sentence for each kind of part that the texts of conversations lack; empty if none lacks a part.
 
     Args:
         contents: The counts of each source, by name.

@@ -10,7 +10,7 @@ class DocumentStream(ItemStream):
     """One numbered, endless stream of packed sequences over some of the documents.
 
     Args:
-        source: All documents, by the items of `order`.
+        source: All documents; each item of `order` is the index of a document.
         order: The documents of the stream, in the order of each epoch.
         seq_len: Tokens of a sequence.
 

@@ -39,7 +39,9 @@ CITIES, _KINDS, _PEOPLE, _DEEDS, _THINGS, _PLACES, _TIMES = (
 def long_documents(
     documents: Iterable[Encoded], seq_len: int, most: int
 ) -> Iterator[PackedSequence]:
-    """Yield the first tokens of documents that are longer, in their order. Every token has a label.
+    """Yield the first `seq_len` tokens of each document that has more tokens, in the order of the documents.
+
+    Every token of a text has a label; in a conversation only answers have labels.
 
     Args:
         documents: Documents.
@@ -135,7 +137,7 @@ def _prompts_of_text(
 
 
 def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]]:
-    """Return sentences with `room` tokens together. The first one may lack its beginning."""
+    """Return the token ids of sentences, `room` tokens together. The first or last sentence may lack its beginning."""
     sentences = []
     while room > 0:
         sentences.append(tokenizer.encode(sentence(random)))

@@ -128,7 +128,7 @@ class IterableDocuments:
         self._epoch = -1
 
     def item(self, epoch: int, place: int) -> tuple[int, int]:
-        """Return the name of a document.
+        """Return the index of a document, as `__getitem__` takes it.
 
         Args:
             epoch: The number of the pass.
@@ -140,7 +140,7 @@ class IterableDocuments:
         return epoch, place
 
     def passes(self, epoch: int, place: int) -> float:
-        """Return the whole passes, because the length of a pass is unknown.
+        """Return `epoch`: only whole passes count, because the length of a pass is unknown.
 
         Args:
             epoch: The number of the pass.
@@ -156,7 +156,8 @@ class IterableDocuments:
             state: The state of the stream in this pass, see `state`; empty for the beginning.
 
         Raises:
-            ConfigError: The function that opens the iterable cannot be imported or fails, or the pass ends before.
+            ConfigError: The function that opens the iterable cannot be imported or fails, or the pass ends
+                before the position.
         """
         first = state.get("iterable_document", 0)
         loader_state = state.get("iterable", "")
@@ -206,7 +207,9 @@ class IterableDocuments:
         return self._read
 
     def __getitem__(self, place: tuple[int, int]) -> Encoded:
-        """Return a document of a pass. Earlier documents are not requested again.
+        """Return a document of a pass; a document without tokens if the record is bad and bad records are skipped.
+
+        Request documents in ascending order: an earlier document is not kept.
 
         Args:
             place: The numbers of the pass and of the document.

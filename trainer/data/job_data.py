@@ -63,7 +63,9 @@ def all_data(config: JobConfig) -> list[DataSettings]:
 
 
 def first_start(config: JobConfig) -> list[str]:
-    """Return a line for each data set on this machine whose token files the first start must make.
+    """Return a line about the token files of each data set that needs them and whose files are on this machine.
+
+    Whether the cache already has the token files is not checked.
 
     Args:
         config: The configuration of the run.

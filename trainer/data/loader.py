@@ -91,7 +91,7 @@ class BatchLoader(StreamLoader):
         dp_rank: The data-parallel rank.
         dp_degree: The number of data-parallel ranks.
         plan: Computes the entry "plan" of a batch from its arrays; None for no such entry.
-        exchange: Makes other batches of these, such as balanced ones.
+        exchange: Turns the batches that are read into the batches that are returned, such as balanced ones.
 
     Raises:
         ConfigError: There is no document with text, or too few documents for each stream.
@@ -116,10 +116,10 @@ class BatchLoader(StreamLoader):
         super().__init__(data.items, **split, dp_rank=dp_rank, dp_degree=dp_degree)
 
     def fitting(self, data_streams: int) -> int:
-        """Return the number of streams of a run that does not name it.
+        """Return the number of streams if `training.data_streams` is not set.
 
         Args:
-            data_streams: The number that fits the documents.
+            data_streams: The number of streams that fits the number of documents.
         """
         return self._data.streams_with_text(data_streams, self._seed)
 
@@ -135,7 +135,7 @@ class BatchLoader(StreamLoader):
         )
 
     def describe(self, items: Any) -> dict[str, int]:
-        """Return everything else that the meaning of a position depends on.
+        """Return everything that the meaning of a position depends on, except seed and number of streams, by name.
 
         Args:
             items: Number of documents that are read.
@@ -146,7 +146,7 @@ class BatchLoader(StreamLoader):
         """Return how many documents a resumed run reads.
 
         Args:
-            saved: An entry of the saved state.
+            saved: The saved state of one stream; empty if there is none.
         """
         return self._data.items_of(saved)
 

@@ -54,7 +54,7 @@ def source_of_sample(sample: int, ends: Sequence[int]) -> int:
 
 
 def _part(state: StreamState, name: str) -> StreamState:
-    """Return the entries of one source in the state of a stream of a mixture."""
+    """Return the entries of the source `name` in the state of a mixture's stream, without the name in their keys."""
     return {
         key.removeprefix(f"{name}/"): value
         for key, value in state.items()
@@ -139,13 +139,13 @@ class Mixture:
             seed: Seed of the order.
 
         Raises:
-            ConfigError: A stream has none.
+            ConfigError: A stream has no document of one of the sources.
         """
         for part in self.parts.values():
             part.check(data_streams, seed)
 
     def streams_with_text(self, data_streams: int, seed: int) -> int:
-        """Return `data_streams`, or fewer if a stream of a source had no text.
+        """Return `data_streams`, or fewer if a stream of a source had no text; 0 if a source has no text.
 
         Args:
             data_streams: Number of streams.
@@ -205,7 +205,7 @@ class Mixture:
             saved: An entry of the saved state.
 
         Raises:
-            ConfigError: The sources are others, or one has changed.
+            ConfigError: The saved state has other sources, or the documents of a source have changed.
         """
         before = {key.partition("/")[0] for key in saved if "/" in key}
         if saved and before != set(self.parts):
@@ -229,7 +229,9 @@ DataSet = Union[TextData, Mixture, "IterableData"]
 
 
 def positions_of(states: Positions, names: Sequence[str]) -> list[tuple[float, float]]:
-    """Return (samples, passes) of each source, summed over streams. Waiting whole documents count as read.
+    """Return (samples, passes) of each source. Waiting whole documents count as read.
+
+    Samples are a sum over streams. Passes are a sum of the passes of each stream over its own share of the documents.
 
     Args:
         states: The states of streams.

@@ -58,10 +58,10 @@ class PackedSequence:
 
 
 def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray:
-    """Return positions from 0 in each document, (n,) int64. Padding at the end has none.
+    """Return positions from 0 in each document, (n,) int64. The padding at the end has `NO_POSITION`.
 
     Args:
-        lengths: Tokens of each document.
+        lengths: Tokens of each document; the padding is the last document.
         padding: Number of padding tokens.
     """
     lengths = np.asarray(lengths, dtype=np.int64)

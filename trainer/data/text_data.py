@@ -59,7 +59,9 @@ class TextData:
             )
 
     def streams_with_text(self, data_streams: int, seed: int) -> int:
-        """Return `data_streams`, or fewer if a stream had no text. More than SORTED documents are not counted.
+        """Return `data_streams`, or fewer if a stream had no text; 0 if no document has text.
+
+        The text of more than SORTED documents is not checked: the result is `data_streams`.
 
         Args:
             data_streams: Number of streams.
@@ -156,5 +158,5 @@ class TextData:
         return now
 
     def contents(self) -> dict[str, Contents]:
-        """Return the counts of the documents."""
+        """Return the counts of the documents, under the key ""."""
         return {"": content_of(self.source)}

@@ -40,7 +40,7 @@ class TooLong:
     A document of several parts, such as a pair, is never cut. It is also left out if one of its parts has no label.
 
     Args:
-        drops: Whether they are left out.
+        drops: Whether conversations longer than a sequence are left out.
         kind: The name of the documents, for the log.
     """
 
@@ -49,7 +49,7 @@ class TooLong:
         self.left_out = Tally(kind if drops else f"ends of {kind}")
 
     def pieces(self, sample: Sample, seq_len: int) -> list[Sample]:
-        """Return the used part of a conversation, if any.
+        """Return the used part of a conversation as a list of one sample; an empty list if no part is used.
 
         Args:
             sample: The conversation.
@@ -76,7 +76,7 @@ class WholeStream(ItemStream):
     Each epoch has every document once.
 
     Args:
-        source: All documents, by the items of `order`.
+        source: All documents; each item of `order` is the index of a document.
         order: The documents of the stream, in the order of each epoch.
         seq_len: Tokens of a sequence.
         alone: Whether each document has a sequence of its own.

@@ -334,7 +334,7 @@ def read_experts(config: Entries, keys: Mapping[str, str], **fields: Any) -> Exp
         **fields: Other fields of `ExpertArgs`.
 
     Raises:
-        ConfigError: A token cannot choose this many experts.
+        ConfigError: The groups do not divide the experts, or a token cannot choose this many groups or experts.
     """
     routed = ExpertArgs(**config.wholes(keys), **fields)
     if routed.number % routed.groups or routed.groups_per_token > routed.groups:
@@ -371,7 +371,7 @@ def experts(number: str, width: str, keys: dict[str, str] | None = None, **field
 
     Args:
         number: See `expert_keys`; since transformers 5 the number is `num_local_experts`.
-        width: See there.
+        width: See `expert_keys`.
         keys: Other keys, a switch or a whole number -> fields of `ExpertArgs`.
         **fields: Fields of `ExpertArgs` without an entry.
     """

@@ -88,13 +88,13 @@ class TransformerArgs:
     qk_norm: bool = False
     """RMSNorm of each head's query and key before the rotation."""
     qk_norm_of_all_heads: bool = False
-    """Whether it is one norm over the queries, or keys, of all heads together."""
+    """Whether `qk_norm` is one norm over the queries, or keys, of all heads together."""
     attention_bias: bool = False
     """Whether queries, keys and values have a bias."""
     output_bias: bool = False
     """Whether the output projection of attention has a bias."""
     attention_gate: bool = False
-    """Whether the output of each head is multiplied by a sigmoid; its rows follow the rows of the head's query."""
+    """Whether the output of each head is multiplied by a sigmoid; the rows of the sigmoid follow the head's query."""
     linear: LinearArgs | None = None
     """Sizes of layers with linear attention."""
     latent: LatentArgs | None = None
@@ -180,7 +180,7 @@ class TransformerArgs:
         """Return the arguments with table `[model]` applied.
 
         Args:
-            settings: Table `[model]`; ConfigError for a setting that latent attention does not have.
+            settings: Table `[model]`; ConfigError for a setting that is not for this model.
             vocab_size: Number of tokens of the vocabulary.
             max_seq_len: Longest sequence, in tokens.
         """
@@ -344,7 +344,7 @@ class TransformerArgs:
         return decoder_words(self)
 
     def n_active_params(self) -> int:
-        """Return the parameters that a token uses: all except the experts that it does not choose."""
+        """Return the number of parameters that a token uses: all except the experts that the token does not choose."""
         unused = (
             layer.feed_forward.expert_weights(self.dim, active=False)
             - layer.feed_forward.expert_weights(self.dim, active=True)

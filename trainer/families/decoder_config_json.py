@@ -134,7 +134,7 @@ class HFDecoder:
                 )
 
     def check_start(self, args: TransformerArgs) -> None:
-        """Check the features of a model that starts from there; its biases that choose experts start at zero.
+        """Check the features of a model that starts from Hugging Face's weights. Its selection biases start at zero.
 
         Args:
             args: The arguments of the model.
@@ -145,12 +145,12 @@ class HFDecoder:
         self.check_features(replace(args, router_bias_update_rate=0.0))
 
     def read(self, config: Entries) -> TransformerArgs:
-        # An empty table of RoPE counts as missing.
         """Return the arguments of the model.
 
         Args:
             config: The entries of the file; ConfigError for a value that this program does not support.
         """
+        # An empty table of RoPE counts as missing.
         entries = {
             key: value for key, value in config.content.items() if value or key not in _ROPE
         }

@@ -55,8 +55,8 @@ def hf_tensor(
     """Return Hugging Face's tensor for a parameter. None for a buffer of routers without a counterpart.
 
     In the name of experts, {} is the number of an expert, and several names divide its rows; a folder may also have one
-    tensor. Without {}, it is the whole name of one tensor. Modules of one name have parts of one tensor. The two rows
-    of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
+    tensor. Without {}, the name is the name of one tensor for all experts. Modules with the same name there share a
+    tensor. The two rows of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
 
     Args:
         args: The arguments of the model.
@@ -99,7 +99,10 @@ def hf_tensor(
 
 
 def _place(layer: Layer, dim: int, part: str, table: Mapping[str, str]) -> dict[str, int]:
-    """Return the place of a module's rows in a tensor there that several modules share."""
+    """Return the place of a module's rows in a tensor there that several modules share; empty if none share one.
+
+    part: name of the module in its layer. table: names of modules -> names there.
+    """
     groups = []
     if layer.mixer.is_recurrent:
         convolved = layer.mixer.convolved().items()
@@ -129,7 +132,10 @@ def _place(layer: Layer, dim: int, part: str, table: Mapping[str, str]) -> dict[
 
 
 def _gpt_oss_tensor(mlp: str, part: str) -> HFTensor:
-    """Return the tensor for one of `MoE`, such as `experts.w13`."""
+    """Return the tensor there for a parameter of `MoE`, such as `experts.w13`.
+
+    mlp: prefix of the name there. part: our name of the parameter in `MoE`.
+    """
     if part.startswith("router.gate."):
         return HFTensor(f"{mlp}.router.{part.removeprefix('router.gate.')}")
     name, *layout = _OF_GPT_OSS[part]

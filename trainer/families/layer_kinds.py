@@ -19,8 +19,7 @@ class RopeScaling:
     * 'llama3' (arXiv 2407.21783): the ramp is linear in the turns of a wave within `original_max_seq_len`, from
       `low_freq_factor` to `high_freq_factor`.
     * 'yarn' (arXiv 2309.00071): the ramp is linear in the number of the pair, from the pair with `beta_fast` turns to
-      the
-      pair with `beta_slow` turns. `truncate` widens it to whole pairs.
+      the pair with `beta_slow` turns. `truncate` widens the ramp to whole pairs.
     * 'longrope' (arXiv 2402.13753): each pair has its own factor, `long_factors` in a model for sequences longer than
       `original_max_seq_len`, otherwise `short_factors`.
     * 'proportional' (Gemma 4) stretches all frequencies, and the last pairs do not rotate.
@@ -71,15 +70,17 @@ class RopeScaling:
 def configured_scaling(
     settings: Model, flavors: RopeScaling | None, max_seq_len: int
 ) -> RopeScaling | None:
-    """Return the scaling that the settings ask for; open settings come from the flavor, or are the usual ones.
+    """Return the scaling that the settings ask for; None for a factor of 1.
+
+    Settings that are not given come from the flavor, or are the usual ones.
 
     Args:
         settings: Table `[model]`.
-        flavors: The scaling of the flavor. None: it has none.
+        flavors: The scaling of the flavor. None: the flavor has none.
         max_seq_len: Longest sequence of the flavor, in tokens.
 
     Raises:
-        ConfigError: The settings change the factor of LongRoPE.
+        ConfigError: The settings change the factor of LongRoPE, or the type of proportional rotary positions.
     """
     original = settings.rope_original_seq_len
     kind = settings.rope_scaling_type or ("llama3" if flavors is None else flavors.kind)

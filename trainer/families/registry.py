@@ -133,7 +133,10 @@ def start_folder(config: JobConfig) -> ModelFolder | None:
 
 
 def base_weights(config: JobConfig) -> str | None:
-    """Return the path of the weights of a run without its adapters; of the model if adapters of peft are its start.
+    """Return the path of the weights from which a run starts, without adapters; None for random weights.
+
+    If the run starts from adapters of peft, this is the folder of the model that they adapt.
+
 
     Args:
         config: The configuration.

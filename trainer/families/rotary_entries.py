@@ -39,7 +39,7 @@ def rotary_share(config: Entries) -> float:
         config: The entries of the file.
 
     Raises:
-        ConfigError: The share leaves an odd number of channels.
+        ConfigError: The share is above 1, or an odd number of channels is rotated.
     """
     key = "partial_rotary_factor"
     table = rotary_table(config)
@@ -67,7 +67,7 @@ _NUMBERS = {
 
 
 def rotary(config: Entries, kinds: Sequence[str] = KINDS) -> tuple[float, RopeScaling | None]:
-    """Return the base of the frequencies and their scaling.
+    """Return the base of the frequencies and their scaling; None for no scaling.
 
     Args:
         config: The entries of the file.

@@ -162,12 +162,12 @@ class HFConfig(Protocol):
             args: The arguments of the model.
 
         Raises:
-            ConfigError: It cannot.
+            ConfigError: transformers lacks a feature of the model.
         """
 
 
 def read_settings(file: Path) -> Mapping[str, Any]:
-    """Return the content of a JSON object; empty if there is no such file.
+    """Return the content of a JSON object; empty if the file cannot be read, or holds no object.
 
     Args:
         file: The file.

@@ -36,10 +36,10 @@ class HFTensor:
     """Whole tensor -> whole tensor, also on meta."""
     from_hf: "Callable[[torch.Tensor], torch.Tensor]" = _unchanged
     moves_rows: bool = False
-    """Whether both change only the order of the rows (dim 0), also of a 1-D tensor, and move no row far. A rank then
-    reads the neighborhood of its own rows instead of the whole tensor."""
+    """Whether `to_hf` and `from_hf` change only the order of rows (dim 0), also of a 1-D tensor, and move no row far. A
+    rank then reads the neighborhood of its own rows instead of the whole tensor."""
     keeps_rows: bool = False
-    """Whether both change each row (dim 0) by itself. A rank then reads its own rows instead of the whole tensor."""
+    """Whether `to_hf` and `from_hf` change each row (dim 0) by itself. A rank then reads its own rows alone."""
     stacked: tuple[tuple[str, ...], ...] = ()
     first_row: int = 0
     """Our first row in the tensor there, if it has the rows of several of our tensors, one after another."""

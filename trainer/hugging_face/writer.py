@@ -112,7 +112,7 @@ class NewFolder:
 
         Args:
             files: Texts, or contents of JSON files, by name.
-            carried_from: Folder whose files of tokenizer and generation are copied before.
+            carried_from: Folder whose files of tokenizer and generation are copied before `files` are written.
 
         Raises:
             OSError: A file cannot be written.
@@ -180,7 +180,8 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
         tokens: The new tokens.
 
     Raises:
-        ConfigError: A token exists already, is empty or comes twice, or the folder has no embedding or tokenizer.
+        ConfigError: A token exists already, is empty or comes twice, or the folder has no embedding or
+            tokenizer, or quantised weights.
         OSError: The copy cannot be written.
     """
     there = HFFolder(source)
@@ -220,7 +221,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
 
 
 def _with_rows(tensor: Tensor, rows: int, first: int) -> Tensor:
-    """Return the rows before `first`, followed by rows with their mean."""
+    """Return `rows` rows in all: the rows before `first`, followed by copies of their mean."""
     sums = sum(block.double().sum(0) for block in tensor[:first].split(_ROWS))
     longer = (sums / first).to(tensor.dtype).expand(rows, -1).clone()
     longer[:first] = tensor[:first]

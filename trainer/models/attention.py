@@ -97,13 +97,14 @@ class InnerAttention(Cached):
             scale: Factor of the scores; by default 1 / sqrt(D).
             sinks: (H,). They need planned attention.
             plan: Not used.
-            up: (H, N + V, R): computes keys and values from the latent.
+            up: (H, N + V, R): computes keys and values from the latent; letters as in `LatentAttention`.
 
         Returns:
             (B, H, S, D); with `up` (B, H, S, V).
 
         Raises:
-            RuntimeError: A sliding window, sinks or a soft-cap, without a plan.
+            RuntimeError: A sliding window, sinks or a soft-cap, without a plan; or gradients of more elements than the
+                kernels of GPUs can count.
         """
         if sinks is not None or self.sliding_window is not None or self.softcap is not None:
             raise RuntimeError(
@@ -194,7 +195,7 @@ class Attention(Branch):
         positions: Tensor | None = None,
         **adapter_inputs: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the output, (B, S, dim). If it gives its keys and values, they follow: (B, K, S, D) twice.
+        """Return the output, (B, S, dim). With `gives_keys` the keys and the values follow, (B, K, S, D) each.
 
         Args:
             x: (B, S, dim).

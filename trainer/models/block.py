@@ -113,7 +113,7 @@ class TransformerBlock(nn.Module):
         layer_input: Tensor | None = None,
         **adapter_inputs: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Return the output, (B, S, dim). If it gives its keys and values, they follow: (B, K, S, D) twice.
+        """Return the output, (B, S, dim). With `gives_keys` the keys and the values follow, (B, K, S, D) each.
 
         Args:
             x: (B, S, dim).
@@ -121,7 +121,7 @@ class TransformerBlock(nn.Module):
             attention_plan: Handle of the open plan. None without a plan.
             positions: (B, S), -1 for padding. None without packed documents.
             keys: Keys and values of an earlier layer, if the layer shares them.
-            layer_input: The layer's own input, (B, S, channels). None: it has none.
+            layer_input: The layer's own input, (B, S, channels). None if the layer has none.
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
         shared = adapter_inputs if keys is None else {**adapter_inputs, "keys": keys}

@@ -66,7 +66,7 @@ class Chunks:
         return chunks
 
     def with_factors(self, *tensors: Tensor) -> list[tuple[float, tuple[Tensor, ...]]]:
-        """Return the same chunks, each with the factor of its part.
+        """Return the chunks of `of`, each with the factor of the part in which the chunk lies, see `factors`.
 
         Args:
             *tensors: They have a row for each token.
@@ -87,7 +87,7 @@ class Chunks:
         return Place(self.softcap, self.first_label(weight), self.over is None)
 
     def first_label(self, weight: Tensor) -> int:
-        """Return the first token of the vocabulary that this rank has.
+        """Return the id of the first token for which this rank has a row of the vocabulary.
 
         Args:
             weight: This rank's rows of the vocabulary, (rows, dim).
@@ -111,7 +111,7 @@ def apply_chunked_loss(
 
     Args:
         output: The projection.
-        tokens: Tokens of a chunk.
+        tokens: Largest number of tokens of a chunk.
         compilation: Compilation of the job.
         in_forward: See `Chunks`.
         z_loss: See `Chunks`.
@@ -175,7 +175,7 @@ class _Gradients:
         self.done = 0
 
     def add(self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, factor: float) -> None:
-        """Add a chunk. Its hidden states are zero for tokens that must not change the weight's gradient."""
+        """Add the gradients of a chunk, times `factor`. Tokens with zero `hidden` leave the weight's gradient."""
         if self.hidden is not None:
             rows = self.hidden[self.done : self.done + len(hidden)]
             torch.mm(grad_logits, weight, out=rows)

@@ -133,7 +133,8 @@ def _less(logits: Tensor, by: Tensor) -> Tensor:
 def _label_index(labels: Tensor, first: int, rows: int, whole: bool) -> tuple[Tensor, Tensor]:
     """Return the column of each label's logit, (tokens, 1), and whether there is none, (tokens,).
 
-    If the weight is whole, only a missing label has no column, so a label out of range fails.
+    first, rows: the weight has rows of the tokens [first, first + rows). If the weight is whole, only a missing label
+    has no column, so a label out of range fails.
     """
     elsewhere = labels == IGNORE_INDEX if whole else (labels < first) | (labels >= first + rows)
     return (labels - first).masked_fill(elsewhere, 0)[:, None], elsewhere

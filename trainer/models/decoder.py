@@ -159,7 +159,11 @@ class Transformer(nn.Module):
     def _with_further(
         self, x: Tensor, embedded: Sequence[Tensor], through: Callable[[str, Tensor], Tensor]
     ) -> Tensor:
-        """Return x, and after it the hidden states of further tokens: (B (1 + K), S, dim)."""
+        """Return x, and after it the hidden states of further tokens: (B (1 + K), S, dim).
+
+        embedded: embeddings of each of the K further tokens, (B, S, dim). through: (number of a layer, input) ->
+            output.
+        """
         hidden = [x]
         for number, next_embedding in zip(self.mtp_norms, embedded, strict=True):
             x = through(number, torch.cat([next_embedding, hidden[-1]], -1))
@@ -169,7 +173,10 @@ class Transformer(nn.Module):
     def _inputs_of(
         self, layer: int, own_inputs: Tensor | None, keys_of: Mapping[int, Sequence[Tensor]]
     ) -> dict[str, Any]:
-        """Return what a layer gets besides the output of the layer before: its own input, and shared keys."""
+        """Return what a layer gets besides the output of the layer before: its own input, and shared keys.
+
+        own_inputs: see `_layer_inputs`. keys_of: number of a layer -> the keys and values that it gives.
+        """
         own = {} if own_inputs is None else {"layer_input": own_inputs[:, :, layer]}
         source = self.key_sources.get(layer)
         return own if source is None else own | {"keys": keys_of[source]}
@@ -236,7 +243,7 @@ class Transformer(nn.Module):
             length: Number of tokens of the text.
 
         Returns:
-            The longest text for which these frequencies hold, in tokens.
+            The longest text for which these frequencies hold, in tokens; infinity if there is no bound.
         """
         scaling = self.args.rope_scaling
         if not self.by_length or scaling is None or scaling.kind != "longrope":
@@ -283,7 +290,7 @@ def rotated_until(model: nn.Module, length: int) -> float:
         length: Number of tokens of the text.
 
     Returns:
-        The longest text for which the frequencies hold, in tokens.
+        The longest text for which the frequencies hold, in tokens; infinity if there is no bound.
     """
     rotate_for = getattr(model, "rotate_for", None)
     return math.inf if rotate_for is None else rotate_for(length)

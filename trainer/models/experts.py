@@ -161,8 +161,8 @@ def expert_sums(
         experts: The weights of E experts.
         activation: A name of `ACTIVATIONS`, or `CLAMPED`.
         scale: Factor of what adapters add.
-        sizes: Number of pairs of each expert, known to the host. Or a function that counts them if there is no grouped
-            product; then all choices are of the E experts.
+        sizes: Number of pairs (token, expert) of each expert, known to the host. Or a function that counts them if
+            there is no grouped product; then all choices are of the E experts.
     """
     pairs = chosen.numel() if callable(sizes) else sum(sizes)
     order = chosen.flatten().argsort(stable=True)[:pairs]
@@ -223,7 +223,10 @@ def _grouped(rows: Tensor, owner: Tensor, experts: ExpertWeights, outputs: Outpu
 def _one_by_one(
     rows: Tensor, sizes: Sequence[int], experts: ExpertWeights, outputs: Outputs
 ) -> Tensor:
-    """Return the outputs of rows in the order of experts. An expert without rows gets a gradient of zeros."""
+    """Return the outputs of rows in the order of experts. sizes: number of rows of each expert.
+
+    An expert without rows gets a gradient of zeros.
+    """
     each = zip(
         *([None] * len(sizes) if x is None else x.unbind() for x in experts), strict=True
     )

@@ -52,7 +52,7 @@ class LatentAttention(Branch):
     """Attention whose context-parallel ranks exchange latents instead of keys and values.
 
     The first N channels of a head's query and key are not rotated, and the last P are. All heads share the rotated part
-    of a key.
+    of a key. A head's value has V channels. A latent has R channels, and the P rotated channels follow.
 
     Args:
         dim: Channels of the hidden states.

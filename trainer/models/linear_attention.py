@@ -100,9 +100,9 @@ class InnerLinearAttention(Cached):
 class LinearAttention(Branch):
     """The shared parts of all kinds: matrices, short convolutions, decays, the recurrence, and the division over ranks.
 
-    The rows of linear modules and of `Weights` belong to heads, and tensor-parallel ranks divide them, except two
-    attributes, names of modules: `whole`: each rank has them whole, and uses them for its own heads; `first`: matrices
-    before a divided one.
+    The rows of linear modules and of `Weights` belong to heads, and tensor-parallel ranks divide the rows. Two
+    attributes name the modules that are not divided. `whole`: the rows serve all heads, and each rank uses the whole
+    module for its own heads. `first`: the matrices before a divided one.
 
     Args:
         dim: Channels of the hidden states.

@@ -66,7 +66,7 @@ class Gate(nn.Linear):
 class Router(nn.Module):
     """Chooses experts for each token.
 
-    Buffers, (E,): `load`, the shares of the last step; `mean_load`, their mean over all layers of the model;
+    Buffers, (E,): `load`, each expert's share of the choices of the last step; `mean_load`, its mean over all layers;
     `selection_bias`; `count`, this rank's choices in this step.
 
     Args:
@@ -320,9 +320,9 @@ class ExpertBalance(Observer):
                 router.selection_bias += torch.where(left_out, 0, change)
 
     def record(self, positions: Positions) -> dict[str, float | list[list[float]]]:
-        """Return the load of every expert over the mean, by layer with experts, and the largest of them.
+        """Return the load of each expert, divided by the mean load of an expert; empty without experts. One collective.
 
-        One collective.
+        "expert_load" has the loads by layer with experts, "expert_imbalance" the largest load.
 
         Args:
             positions: Positions of the data streams; not used.

@@ -71,7 +71,7 @@ class InnerSparseAttention(Cached):
     """Attention to chosen keys. The operator looks up its plan itself.
 
     Args:
-        per_query: Keys that a query attends to.
+        per_query: Number of keys that a query attends to; 0 for all keys that the query sees.
     """
 
     def __init__(self, per_query: int) -> None:

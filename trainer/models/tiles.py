@@ -178,7 +178,10 @@ class _Tiles(torch.autograd.Function):
 
 
 def _mark_uneven(parts: Sequence[Tensor], whole: Tensor, split: tuple[int, int]) -> None:
-    """Let one compiled graph serve parts that differ in their number of positions."""
+    """Let one compiled graph serve parts that differ in their number of positions.
+
+    whole: the tensor before the split. split: number of parts, and dimension.
+    """
     tiles, dim = split
     if whole.shape[dim] % tiles:
         rows_vary(*parts, dim=dim)

@@ -269,7 +269,7 @@ def _prefetch(
 
 
 def sum_gradients(module: FSDPModule, mesh: DeviceMesh) -> None:
-    """Reduce gradients by plain sums. Both calls are needed, because gloo has no pre-multiplied sum.
+    """Reduce gradients by plain sums: without a divisor, and without the pre-multiplied sums that gloo lacks.
 
     Args:
         module: An FSDP module.

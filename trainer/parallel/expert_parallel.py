@@ -133,7 +133,7 @@ class DispatchPlan:
     Attributes:
         tokens: Number of tokens of this rank.
         places: Tokens in the order of the ranks that they are sent to, (T,).
-        peers: These ranks, (T,).
+        peers: The rank that each token of `places` is sent to, (T,).
     """
 
     tokens: int
@@ -278,7 +278,8 @@ def _start_exchange(
 ) -> tuple[list[Tensor], Pending]:
     """Start sending rows of several tensors, (T, C) each, side by side, as bytes.
 
-    Returns views of the arriving rows, and a handle. back: from the experts to the ranks of the tokens.
+    Returns views of the arriving rows, and a handle. kind: the name under which calls and bytes are counted. back: from
+    the experts to the ranks of the tokens.
     """
     places = []
     width = 0

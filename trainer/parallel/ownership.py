@@ -373,7 +373,10 @@ def _box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """Return the part on a rank. Tensor parallelism cuts before FSDP, whose placement shows it by its stride."""
+    """Return the part on a rank. Tensor parallelism cuts before FSDP, whose placement shows it by its stride.
+
+    coordinate: place of the rank in each dimension of the mesh.
+    """
     held = [(0, length) for length in shape]
     cuts = [
         cut

@@ -90,10 +90,10 @@ _OPTIONS = {"use_reentrant": False, "preserve_rng_state": False}
 
 
 def _checkpointed(part: str = "forward", **options: Any) -> Callable[..., Any]:
-    """Return a function of a block, which checkpoints a part of it.
+    """Return a function of a block, which checkpoints the block's method `part`.
 
-    Blocks share it, so that torch.compile makes one graph for all of them. Blocks draw no random numbers, so no
-    generator state is kept.
+    Blocks share the function, so that torch.compile makes one graph for all of them. Blocks draw no random numbers, so
+    no generator state is kept.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

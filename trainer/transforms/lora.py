@@ -213,7 +213,8 @@ def _adapted(
 ) -> Tensor:
     """Return the output with the adapter.
 
-    over_inputs: each rank has a part of the inputs; the result is a partial sum over ranks, like W x.
+    linear: the forward without the adapter. over_inputs: each rank has a part of the inputs; the result is a partial
+    sum over ranks, like W x.
     """
     if not module.adapters_on:
         return linear(x)

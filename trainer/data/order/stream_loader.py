@@ -62,10 +62,10 @@ class StreamLoader:
         """Samples that all ranks have read."""
 
     def fitting(self, data_streams: int) -> int:
-        """Return the number of streams of a run that does not name it.
+        """Return the number of streams if `training.data_streams` is not set.
 
         Args:
-            data_streams: The number that fits `items`.
+            data_streams: The number of streams that fits the number of items.
         """
         return data_streams
 
@@ -80,7 +80,7 @@ class StreamLoader:
 
     @abstractmethod
     def describe(self, items: Any) -> dict[str, int]:
-        """Return everything else that the meaning of a position depends on.
+        """Return everything that the meaning of a position depends on, except seed and number of streams, by name.
 
         Args:
             items: Number of items that are read.
@@ -90,7 +90,7 @@ class StreamLoader:
         """Return how many items a resumed run reads.
 
         Args:
-            saved: An entry of the saved state.
+            saved: The saved state of one stream; empty if there is none.
         """
         return self._items
 
@@ -100,9 +100,10 @@ class StreamLoader:
         return {"data_streams": data_streams, "seed": self._seed} | order | self.describe(items)
 
     def _next_samples(self, number: int) -> Iterator[tuple[int, Any]]:
-        """Yield numbers and samples of this rank. Sample i is for rank i % degree, from stream i % data_streams.
+        """Yield the next `number` samples of this rank, each with its global number.
 
-        Samples of other ranks in the streams of this rank are made and left out, also at the end.
+        Sample i is for rank i % degree, from stream i % data_streams. Samples of other ranks in the streams of this
+        rank are made and left out, also at the end.
         """
         first = self._samples + (self._rank - self._samples) % self._degree
         for sample in range(first, first + number * self._degree, self._degree):

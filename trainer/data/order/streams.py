@@ -110,7 +110,7 @@ class Shuffled:
         return len(self._items)
 
     def item(self, epoch: int, place: int) -> int:
-        """Return the item at a place.
+        """Return the number in the data set of the item at a place.
 
         Args:
             epoch: The number of the epoch.
@@ -160,7 +160,7 @@ class ItemStream:
     """
 
     ITEM = "item"
-    """The name of the place in the epoch's order, in the state."""
+    """Key of the state whose value is the place in the epoch's order."""
 
     def __init__(self, order: Order) -> None:
         self.order = order

@@ -90,11 +90,11 @@ def lines_of(
 
 
 def rows_of(file: str, names: Sequence[str], read: ReadRow) -> Iterator[Any]:
-    """Yield the documents of the rows of a Parquet file. A row that is not UTF-8 has bytes in its columns.
+    """Yield the documents of the rows of a Parquet file. A row that is not UTF-8 has b"" in each column.
 
     Args:
         file: The file.
-        names: The columns that are read, if the file has any of these.
+        names: The columns that are read; if the file has none of these, all columns are read.
         read: Makes a document of a row.
 
     Raises:
@@ -111,7 +111,7 @@ def rows_of(file: str, names: Sequence[str], read: ReadRow) -> Iterator[Any]:
 
 
 def _values(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch of Arrow, which refuses a batch with a text that is not UTF-8: the row has bytes."""
+    """Return the rows of a batch of Arrow. Arrow refuses a text that is not UTF-8: its row has b"" in each column."""
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
@@ -124,9 +124,10 @@ def _values(batch: Any) -> list[dict[str, Any]]:
 def line_of_row(
     names: Sequence[str], row: Mapping[str, Any], where: str
 ) -> tuple[bytes, Where]:
-    """Return a row as a line of JSON, with a function that returns its place. A type that JSON lacks makes it empty.
+    """Return a row as a line of JSON, with a function that returns the place of the row.
 
-    Fields of null are left out: Arrow writes null for a field that only other rows have.
+    The line is empty if a value has a type that JSON lacks. Fields of null are left out: Arrow writes null for a field
+    that only other rows have.
 
     Args:
         names: The columns.

@@ -155,7 +155,7 @@ class Source:
 
 
 def files_of(settings: DataSettings) -> list[str]:
-    """Return the files of a data set that are not empty, in order.
+    """Return the files of a data set in order, without empty files; no files for the hub and for an iterable.
 
     Args:
         settings: The data set.
@@ -369,7 +369,7 @@ def _texts_of_lines(settings: DataSettings, part: Part) -> Iterator[Any]:
 def _conversations_read_by(
     read: Callable[[bytes, Where], Iterable[Any]], sides: int = 1
 ) -> Source:
-    """Return a kind of data set whose lines have messages. `read` turns a line into documents, one for each side."""
+    """Return a kind of data set whose lines have messages. `read` turns a line into `sides` documents."""
 
     def documents(settings: DataSettings, part: Part) -> Iterator[Any]:
         rows = _rows(settings, part, COLUMNS, partial(line_of_row, COLUMNS))

@@ -53,7 +53,7 @@ class ByteRanges:
 
 
 def _open_files_allowed() -> int:
-    """Raise this process's limit of open files as far as the system allows; return the share of data files."""
+    """Raise this process's limit of open files as far as the system allows; return how many data files may be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

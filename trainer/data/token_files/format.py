@@ -241,7 +241,7 @@ class TokenFiles:
             i: Its number.
 
         Raises:
-            BadRecord: It is damaged, or has an id that the tokenizer lacks.
+            BadRecord: `skips` is False, and the document is damaged or has an id that the tokenizer lacks.
             ConfigError: A file cannot be read.
         """
         if i in self._bad:  # found in an earlier epoch
@@ -284,7 +284,7 @@ class TokenFiles:
         """Return a 63-bit hash of the content of the first documents; 0 if they end within a file.
 
         Args:
-            documents: Number of documents.
+            documents: How many documents, counted from the first one.
         """
         return next((content for end, content in self._catalog.content if end == documents), 0)
 

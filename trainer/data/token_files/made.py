@@ -124,7 +124,7 @@ def tokenize(
         folder: The folder.
         processes: Number of processes.
         log: Takes lines of progress.
-        every: Fewest seconds between two lines; above 0 for the cache.
+        every: Fewest seconds between two lines. Above 0 only for a folder in the cache, which stays if it is finished.
         shard_bytes: Bytes of a part; None to choose by the size of the data.
 
     Raises:
@@ -161,7 +161,9 @@ def tokenize(
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """Return the plan in a folder, with its shards if it is finished; empty if there is none or it is damaged.
+    """Return the plan in a folder, with its shards if the folder is finished; empty if there is no plan.
+
+    For a damaged file, the result is its name under the key "damaged".
 
     Args:
         folder: The folder.
@@ -253,7 +255,10 @@ def _write(
 def _written(
     work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int
 ) -> Iterator[int]:
-    """Write shards and yield the number of each; raise the ConfigError of a process, or if a process is killed."""
+    """Write shards and yield the number of each; raise the ConfigError of a process, or if a process is killed.
+
+    work: number of a shard -> arguments of `write_shard`.
+    """
     if processes <= 1:
         for number, one in work.items():
             write_shard(*one)

@@ -69,7 +69,7 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def byte_of_char() -> dict[str, int]:
-    """Return GPT-2's spelling of bytes: printable Latin-1 is itself, other bytes are characters 256, 257, ..."""
+    """Return the byte that each character spells in GPT-2's way: printable Latin-1 is itself, others from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {

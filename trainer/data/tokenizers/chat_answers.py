@@ -32,7 +32,10 @@ _NUMBERS = 0xF0000  # a plane for private use: a character for each message
 _MARK = re.compile(f"([{_FIRST}{_LAST}])([\U000f0000-\U000fffff])")
 
 Write = Callable[..., str]
-"""(messages, prompts=False) -> text; raises ConfigError if the template refuses them."""
+"""(messages, prompts=False) -> text. With `prompts` the generation prompt ends the text.
+
+Raises ConfigError if the template refuses the messages.
+"""
 
 
 class Answers:
@@ -130,7 +133,10 @@ class Answers:
         return content
 
     def _has_more(self, number: int, before: str) -> bool:
-        """Return whether the text before a message's content has another part of the message, such as its reasoning."""
+        """Return whether the text before a message's content has another part of the message, such as its reasoning.
+
+        number: of the message, from 0. before: the text between the start of the answer and the content.
+        """
         parts = (
             part
             for key, part in self._messages[number].items()
@@ -141,7 +147,10 @@ class Answers:
         )
 
     def _header(self, before: Messages, prompt: str) -> int:
-        """Return the characters of a header that the template writes even without the generation prompt."""
+        """Return the length, in characters, of a header that the template writes even without the generation prompt.
+
+        before: the messages before the answer. prompt: their text. The length is 0 without such a header.
+        """
         if (
             self._places.get((_FIRST, len(before))) == len(prompt)
             or prompt != self._marked(before, ())[0]
@@ -201,7 +210,7 @@ class Answers:
     def _marked(
         self, messages: Messages, numbers: Iterable[int], *, prompts: bool = False
     ) -> tuple[str, dict[tuple[str, int], int]]:
-        """Return the text of messages, and where the contents of some of them start and stop in it.
+        """Return the text of messages, and where the contents of the messages `numbers` start and stop in the text.
 
         A place has the key (`_FIRST` or `_LAST`, number of the message). An empty content has no places, and a mark
         that the template drops has none. Templates that depend on contents may write another text than without marks.

@@ -52,7 +52,7 @@ def are_objects(raw: object) -> bool:
 
 
 def read_template_arguments(raw: object) -> dict[str, Any]:
-    """Return the arguments of the template.
+    """Return the arguments of the template; empty if there are none.
 
     Args:
         raw: The value of `chat_template_kwargs`.
@@ -68,7 +68,7 @@ def read_template_arguments(raw: object) -> dict[str, Any]:
 
 
 def function_of(call: object) -> tuple[str, object] | None:
-    """Return the name and the arguments of a tool call, None if it is none.
+    """Return the name and the arguments of a tool call; None if `call` is no tool call with a name.
 
     Args:
         call: The call of JSON.
@@ -123,7 +123,10 @@ def _message(raw: Message, number: int) -> dict[str, Any]:
 
 
 def _content(content: object, number: int, *, may_be_missing: bool) -> str:
-    """Return the text of a content. A message with calls may lack a content."""
+    """Return the text of a content. A message with calls may lack a content.
+
+    number: of the message, from 1, for errors.
+    """
     if content is None and may_be_missing:
         return ""
     parts = content if isinstance(content, list) else []

@@ -107,7 +107,7 @@ class ChatTemplate:
         """Return the text that asks a model for the next answer: the text of `render` up to this answer.
 
         Args:
-            conversation: The conversation. Without a generation prompt if its entry `asks` is false.
+            conversation: The conversation. If its entry `asks` is false, the text has no generation prompt.
 
         Raises:
             ConfigError: The template refuses the messages, or leaves one out.
@@ -122,7 +122,7 @@ class ChatTemplate:
             raise ConfigError(f"the chat template {self.name} {error}") from None
 
     def notes(self, conversation: Conversation, text: str, spans: Spans) -> dict[str, int]:
-        """Return the parts of a conversation that its text lacks; see `notes_of`.
+        """Return the counts of learned answers, and of parts that the text lacks; see `notes_of`.
 
         Args:
             conversation: The conversation.
@@ -156,7 +156,11 @@ class ChatTemplate:
     def _written(
         self, messages: Messages, how: Mapping[str, Any], *, prompts: bool = False
     ) -> tuple[Messages, str]:
-        """Return the messages, with arguments of calls in the form that the template takes, and their text."""
+        """Return the messages, with arguments of calls in the form that the template takes, and their text.
+
+        how: the inputs of `_brought`. prompts: whether the generation prompt ends the text. Raises ConfigError if the
+        template refuses every form, or leaves out a part.
+        """
         reason = None
         for form in argument_forms(messages):
             try:

@@ -45,7 +45,7 @@ class ConversationEncoder:
 
     @property
     def identity(self) -> str | None:
-        """Everything except the conversations that decides the texts."""
+        """Everything except the conversations that decides the texts; None without a template."""
         return self._template and self._template.identity
 
     @property
@@ -60,7 +60,7 @@ class ConversationEncoder:
             document: The conversation.
 
         Raises:
-            ConfigError: The template refuses it.
+            ConfigError: The template refuses it, or it has messages and there is no template.
         """
         if self._template is None:
             return self._plain(**plain_text(document))

@@ -46,7 +46,7 @@ def find_template(
 
     Raises:
         ConfigError: A file is damaged.
-        MissingFile: The file of `chat_template` does not exist.
+        MissingFile: The file of `chat_template` cannot be read.
     """
     if chat_template == NO_TEMPLATE:
         return None

@@ -187,7 +187,7 @@ def tokenizer_file(path: str) -> Path:
 
 
 def default_tokenizer_path() -> str:
-    """Return the shipped tokenizer: 4,096 ranks, trained on the Python standard library."""
+    """Return the path of the shipped tokenizer: 4,096 ranks, trained on the Python standard library."""
     return Model().tokenizer_file
 
 
