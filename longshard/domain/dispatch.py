@@ -78,8 +78,7 @@ def rule(
 
     def register(function: Rule) -> Rule:
         def checked(called: Callable, x: Any, *args: Any, **kwargs: Any) -> Any:
-            other = next(filter(is_sharded, flat((args, kwargs))), None)
-            if other is not None:
+            for other in filter(is_sharded, flat((args, kwargs))):
                 raise refused(called.__name__, other, "only its first argument may be sharded")
             return function(called, x, *unwrapped(args), **unwrapped(kwargs))
 

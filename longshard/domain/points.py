@@ -63,15 +63,17 @@ def within(
     Args:
         queries: (M, D), as for `nearest`.
         points: (N, D), as for `nearest`.
-        radius: The radius, above 0.
+        radius: The radius, above 0 and finite.
         at_most: Number of neighbours, above 0.
 
     Raises:
-        ValueError: The shapes or ranks are wrong, or the radius or number is not positive.
+        ValueError: The shapes or ranks are wrong, or the radius or number is not positive or not finite.
     """
     q, p, numbers, axis = _own(queries, points)
-    if not (radius > 0 and at_most > 0):
-        raise ValueError(f"radius = {radius} and at_most = {at_most} must be positive")
+    if not (0 < radius < torch.inf and at_most > 0):
+        raise ValueError(
+            f"radius = {radius} and at_most = {at_most} must be positive, and finite"
+        )
     if not q.is_meta:
         reach = q.new_full((), float(radius))
         p, numbers = _with_halo(q, p, numbers, reach, axis)

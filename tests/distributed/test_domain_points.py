@@ -158,6 +158,7 @@ def wrong_uses() -> list[str]:
             lambda: nearest(whole, x, 2),
             lambda: nearest(x, x[:, :1], 2),
             lambda: within(x, x, 0.0, at_most=2),
+            lambda: within(x, x, torch.inf, at_most=9),
         ):
             with pytest.raises(ValueError) as raised:
                 use()
@@ -166,6 +167,12 @@ def wrong_uses() -> list[str]:
 
 
 def test_wrong_uses_get_a_sentence(pool: WorkerPool) -> None:
-    expected = ["k = 7 must be from 1 to the 6 points", "shard both over the same", "whole coordinates", "be positive"]
+    positive = "must be positive, and finite"
+    expected = [
+        "k = 7 must be from 1 to the 6 points",
+        "shard both over the same",
+        "whole coordinates",
+        *[positive] * 2,
+    ]
     for said in pool.run(2, wrong_uses):
         assert all(part in text for part, text in zip(expected, said, strict=True)), said

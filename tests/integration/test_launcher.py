@@ -173,6 +173,30 @@ def test_a_signal_that_is_no_stop_ends_all_at_once(tmp_path: Path, preload: list
     assert not any(map(runs, ranks))
 
 
+# What sends itself a signal within an import that ignores every error, as Python does in callbacks.
+_IN_AN_IMPORT = """
+import contextlib, os, signal, sys
+from trainer.runtime import launch
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "torch":
+            with contextlib.suppress(BaseException):
+                os.kill(os.getpid(), signal.SIGUSR2)
+                sum(range(1000))
+
+sys.meta_path.insert(0, Finder)
+sys.exit(launch.main(sys.argv[1:]))
+"""
+
+
+def test_a_signal_within_an_import_is_not_lost(tmp_path: Path, preload: list[str]) -> None:
+    process = start(tmp_path, [*preload, "--stop-signals=SIGTERM"], "wait", "wait", how=("-c", _IN_AN_IMPORT))
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + signal.SIGUSR2, "error: stopped by SIGUSR2\n")
+
+
 def test_no_rank_outlives_its_launcher(tmp_path: Path, preload: list[str]) -> None:
     draw = random.Random(0)
     for attempt in range(3):

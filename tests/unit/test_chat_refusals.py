@@ -77,6 +77,8 @@ def test_a_template_that_is_not_there_or_no_template_is_refused(tmp_path):
     folder = chat_folder(tmp_path, None)
     with pytest.raises(MissingFile, match=r"model.chat_template = 'no.jinja' cannot be read"):
         find_template(str(folder), "no.jinja")
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    assert "chat_template.jinja cannot be read ('utf-8' codec" in refusal(find_template, str(folder), None)
     assert "is no Jinja template" in refusal(ChatTemplate, "{% if %}", "x.jinja", {})
 
 

@@ -157,6 +157,17 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported"),
         ("glm4_moe", {"first_k_dense_replace": "1"}, "first_k_dense_replace = '1' must be a number of layers"),
         ("minimax_m2", {"attn_type_list": [1, 0, 1]}, "attn_type_list = [1, 0, 1] is not supported"),
+        ("minimax_m2", {"attn_type_list": 1}, "attn_type_list = 1 is not supported"),
+        (
+            "granite_swa",
+            {"layer_rope_theta": [1e4, "1e4", 0]},
+            "layer_rope_theta = [10000.0, '1e4', 0] must have a number",
+        ),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": ["a"], "kda_layers": [1, 2]}},
+            "full_attn_layers = ['a'] and kda_layers = [1, 2] of linear_attn_config must",
+        ),
         ("glm4_moe", {"n_group": 4}, "n_group = 4 must divide 6 experts"),
         ("glm4_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5 must be at most num_experts = 4"),
         (

@@ -191,6 +191,7 @@ def test_each_layer_has_its_own_kind(tmp_path: Path) -> None:
     for entries, wanted in (
         (windows | {"layer_types": None, "max_window_layers": 1}, [None, 7, 7]),
         (windows | {"layer_types": [FULL, SLIDING, FULL]}, [None, 7, None]),
+        (windows | {"layer_types": [FULL, SLIDING, FULL], "max_window_layers": None}, [None, 7, None]),
     ):
         changed(tmp_path, **entries)
         args = hf_config("qwen3").read(HFFolder(tmp_path).entries)

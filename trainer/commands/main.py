@@ -18,22 +18,13 @@ _LOGS = (["convert"], ["serve"], ["tokenize"])
 
 def usage() -> str:
     """Return the list of commands, with purpose and example of each."""
-    lines = [
-        f"lct {__version__}: train language models on long sequences.",
-        "",
-        "  lct COMMAND --help",
-        "",
-    ]
-    for name, about in COMMANDS.items():
-        lines += [f"  {name:20}{about['purpose']}", f"  {'':20}{about['example']}"]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "  lct --version",
-            "",
-            "Settings: lct train --help. Documentation: docs/ in the repository.",
-        ]
+    commands = "\n".join(
+        f"  {name:20}{about['purpose']}\n  {'':20}{about['example']}"
+        for name, about in COMMANDS.items()
+    )
+    return (
+        f"lct {__version__}: train language models on long sequences.\n\n  lct COMMAND --help\n\n{commands}\n\n"
+        "  lct --version\n\nSettings: lct train --help. Documentation: docs/ in the repository."
     )
 
 

@@ -70,7 +70,11 @@ def _read_thetas(config: Entries) -> Fields:
     whole, _ = rotary(config)
     thetas = config.content.get("layer_rope_theta")
     thetas = [whole] * n_layers if thetas is None else thetas
-    if not isinstance(thetas, list) or len(thetas) != n_layers:
+    if (
+        not isinstance(thetas, list)
+        or len(thetas) != n_layers
+        or not all(isinstance(theta, int | float) for theta in thetas)
+    ):
         raise ConfigError(
             f"{config.file}: layer_rope_theta = {thetas!r} must have a number for each of {n_layers} layers"
         )

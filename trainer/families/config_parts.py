@@ -267,7 +267,9 @@ def check_switched(config: Entries, window: int | None, needed: str) -> None:
 def _read_switched(config: Entries) -> Fields:
     """Read Qwen's entries: a switch, and the first layer with a window."""
     first = config.content.get("max_window_layers", 28)  # the default of transformers
-    if not isinstance(first, int) and config.content.get("layer_types") is None:
+    if config.content.get("layer_types") is not None:
+        first = 0  # not read
+    elif not isinstance(first, int):
         raise ConfigError(
             f"{config.file}: max_window_layers = {first!r} must be a number of layers"
         )

@@ -138,7 +138,7 @@ def _read_kimi_layers(config: Entries) -> Fields:
         if not (
             isinstance(full, list)
             and isinstance(others, list)
-            and sorted(full + others) == numbers
+            and sorted(full + others, key=str) == sorted(numbers, key=str)
         ):
             raise ConfigError(
                 f"{config.file}: full_attn_layers = {full!r} and kda_layers = {others!r} of linear_attn_config must "

@@ -140,7 +140,7 @@ _SWITCHED_WINDOW = Part(
 
 def _read_minimax(config: Entries) -> Fields:
     kinds = config.content.get("attn_type_list")
-    if kinds is not None and any(kind != 1 for kind in kinds):
+    if kinds not in (None, [1] * config.whole("num_hidden_layers")):
         raise ConfigError(
             f"{config.file}: attn_type_list = {kinds!r} is not supported; it must be 1 for each layer"
         )

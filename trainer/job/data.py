@@ -44,15 +44,12 @@ def check_mixture(config: JobConfig) -> None:
             )
     if not names:
         return
-    wrong = next(
-        (name for name in names if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1),
-        None,
-    )
-    if wrong is not None:
-        raise ConfigError(
-            f"mixture.names = {names}: {wrong!r} must be a name of letters, digits, '_', '-' and '.', of one source; "
-            "write another one, such as 'web'"
-        )
+    for name in names:
+        if not re.fullmatch(r"[\w.-]+", name) or names.count(name) > 1:
+            raise ConfigError(
+                f"mixture.names = {names}: {name!r} must be a name of letters, digits, '_', '-' and '.', of one "
+                "source; write another one, such as 'web'"
+            )
     if min(mixture.weights) < 0 or not sum(mixture.weights):
         raise ConfigError(
             f"mixture.weights = {list(mixture.weights)} must be at least 0, and one above 0; write shares, such as "

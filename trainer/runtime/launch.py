@@ -45,6 +45,7 @@ from trainer.runtime.rank_processes import (
     RankProgram,
     can_fork,
     flight_record,
+    signals_held,
 )
 from trainer.runtime.stop import Stopped, ends_by, handled_by
 
@@ -199,6 +200,8 @@ def _start(launch: Launch, processes: RankProcesses) -> "TCPStore":
     """Start the ranks, and return the store of the job, which lives as long as the ranks."""
     nodes = launch.nodes
     if nodes.count > 1:
+        with signals_held():
+            import_module("torch.distributed")
         store = open_store(nodes, launch.ranks, launch.timeout)
         meet(store, nodes, "starts", launch.timeout)
         processes.start(
@@ -210,13 +213,14 @@ def _start(launch: Launch, processes: RankProcesses) -> "TCPStore":
     # Before the store is served, which takes threads. Ranks that come sooner wait in the queue of the socket.
     forked = launch.preload is not None and can_fork()
     if forked:
-        with imports_uncollected():
+        with imports_uncollected(), signals_held():
             import_module(launch.preload)
             import_module(launch.program.module)
         forked = can_fork()
     address, port = listener.getsockname()
     processes.start(launch.program, launch.variables(address, port), forked=forked)
-    return serve(listener, address)
+    with signals_held():
+        return serve(listener, address)
 
 
 def _keep_gloo_on_this_machine() -> None:

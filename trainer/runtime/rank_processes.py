@@ -17,8 +17,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +38,22 @@ LAUNCHER_SIGNALS = (
     signal.SIGUSR2,
 )
 """The signals for which the launcher sets handlers; a fork of the launcher has them at first."""
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Let signals to the launcher wait inside, for imports: Python ignores what a handler raises in a callback there.
+
+    Yields:
+        None.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LAUNCHER_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _STACK_SECONDS = 0.5
 _POLL_SECONDS = 0.05
 

@@ -58,12 +58,11 @@ def handled_by(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     Yields:
         None.
     """
-    handled = {
-        number: how
+    before = {
+        number: signal.signal(number, how)
         for number, how in handlers.items()
         if signal.getsignal(number) != signal.SIG_IGN
     }
-    before = {number: signal.signal(number, how) for number, how in handled.items()}
     try:
         yield
     finally:
@@ -92,8 +91,8 @@ class Stop:
 
     Args:
         timeout_seconds: Time after the first signal.
-        signals: Names, as in `job.stop_signals`. SIGUSR1 is left to `commands/rank.py`, and an ignored SIGHUP (nohup)
-            stays ignored.
+        signals: Names, as in `job.stop_signals`. SIGUSR1 is left to `commands/rank.py`. An ignored signal stays
+            ignored, for example SIGHUP under nohup.
         max_minutes: Time after which `reason` stops the run, too.
         prints: Whether this rank reports the first signal and the time-out.
     """
@@ -143,15 +142,8 @@ class Stop:
             self._wakeup_before = signal.set_wakeup_fd(
                 self._write_end, warn_on_full_buffer=False
             )
-            ignores_hang_up = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-            handled = [
-                number
-                for number in self.signals
-                if not (number == signal.SIGHUP and ignores_hang_up)
-            ]
-            self._handlers_before = {
-                number: signal.signal(number, lambda *_: None) for number in handled
-            }
+            self._handlers = handled_by(dict.fromkeys(self.signals, lambda *_: None))
+            self._handlers.__enter__()
             self._watcher = threading.Thread(
                 target=self._watch, name="stop signals", daemon=True
             )
@@ -162,8 +154,7 @@ class Stop:
     def __exit__(self, *_: object) -> None:
         if self._entered:
             self._entered = False
-            for number, handler in self._handlers_before.items():
-                signal.signal(number, handler)
+            self._handlers.__exit__(None, None, None)
             signal.set_wakeup_fd(self._wakeup_before)
             os.close(self._write_end)  # the watcher reads its end
             self._watcher.join()

@@ -225,11 +225,11 @@ def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
         raise ConfigError(
             f"{folder / MANIFEST} is damaged; copy it again, or run `lct tokenize` with another --output"
         ) from None
-    lost = next((name for name in shards if not (folder / f"{name}.idx").exists()), None)
-    if lost is not None:
-        raise ConfigError(
-            f"{folder} lacks {lost}.idx, which its {MANIFEST} names; copy the folder again"
-        )
+    for name in shards:
+        if not (folder / f"{name}.idx").exists():
+            raise ConfigError(
+                f"{folder} lacks {name}.idx, which its {MANIFEST} names; copy the folder again"
+            )
     if tokenizer["hash"] != tokenizer_hash(settings.tokenizer):
         raise ConfigError(
             f"{folder} has the token ids of another tokenizer ({tokenizer['name']}, {tokenizer['vocab_size']:,} tokens)"

@@ -86,7 +86,10 @@ def _source_in(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, P
     """Return the template of a folder, None if it has none, and its file. `settings` are the tokenizer's."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text("utf-8"), file
+        try:
+            return file.read_text("utf-8"), file
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} cannot be read ({error}); copy it again") from None
     source = settings.get("chat_template")
     if isinstance(source, list):  # several, by name
         named = (
