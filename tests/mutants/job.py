@@ -687,9 +687,16 @@ PROCESSES = (
     Mutant(
         "a rank under nohup stops when its terminal closes",
         "trainer/runtime/stop.py",
-        "if not (number == signal.SIGHUP and ignores_hang_up)",
-        "if number or ignores_hang_up",
+        "        if signal.getsignal(number) != signal.SIG_IGN",
+        "        if number",
         "tests/unit/test_stop.py::test_a_hang_up_that_nohup_ignores_stays_ignored",
+    ),
+    Mutant(
+        "a signal within an import of the launcher is lost",
+        "trainer/runtime/launch.py",
+        "    with signals_held():\n        return serve(listener, address)",
+        "    return serve(listener, address)",
+        "tests/integration/test_launcher.py::test_a_signal_within_an_import_is_not_lost",
     ),
     Mutant(
         "a signal reaches the first rank alone",

@@ -42,12 +42,10 @@ def write_hf(
     dtype: torch.dtype,
     most_bytes: int = MOST_BYTES,
 ) -> str:
-    """Write the weights of a run to a Hugging Face folder.
-
-    The folder replaces an earlier one of this name. The memory holds at most twice the bytes of the largest tensor.
+    """Write the weights of a run to a Hugging Face folder. Memory holds at most twice the bytes of the largest tensor.
 
     Args:
-        output: The folder.
+        output: The folder. It replaces an earlier one of this name.
         config: The configuration.
         args: The arguments of the model.
         dtype: Dtype of the files, except for tensors that keep a wider one, see `kept_types`.

@@ -64,13 +64,11 @@ def parse_command_line(
     Args:
         argv: The words of the command line, without the program's name.
         schema: The class of the configuration.
-        reading: Whether the command only reads. It then imports packages of a run's config.toml only with
-            --allow-imports.
+        reading: Whether the command only reads. A run's config.toml then imports packages only with --allow-imports.
 
     Raises:
         UntrustedImports: The command only reads, and a run's config.toml names packages.
-        ConfigError: A package cannot be imported, a key is unknown, a value has the wrong type, or a file is no TOML.
-            Or --world-size is below 1, or stands without --check-config.
+        ConfigError: A package cannot be imported; a key, a value, or --world-size is wrong; or a file is no TOML.
     """
     problems = Problems()
     words = {}

@@ -29,9 +29,7 @@ _USUAL = (None, False, {}, [], "LORA", "none", "gaussian")
 def check_initial_weights(
     config: JobConfig, model: ModelArgs, opened: ModelFolder | None = None
 ) -> None:
-    """Check that the weights in `checkpoint.initial_load_path` exist and belong to this model.
-
-    A run that resumes from a checkpoint of its own needs these weights only with adapters; else they are not checked.
+    """Check that the weights in `checkpoint.initial_load_path` belong to this model, unless a resuming run reads none.
 
     Args:
         config: The configuration.

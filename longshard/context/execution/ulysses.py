@@ -161,9 +161,7 @@ class HeadExchange:
             )
 
     def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[Tensor, ...]:
-        """Return the gradients of q, (B, H, S, D), of k and v, (B, K, T, D), and of sinks and `up` if there are any.
-
-        The gradients of sinks and `up` are zero except for this rank's heads.
+        """Return the gradients of q, k and v, in their shapes, and of sinks and `up`, zero but for this rank's heads.
 
         Args:
             inputs: This rank's rows, or the kept heads.

@@ -81,8 +81,7 @@ def choose(
         shape: The shape of attention on one rank, with its local heads.
         batch: The documents of one batch; None if absent.
         hybrids: Whether the mesh may be 2-D.
-        node: Number of ranks of the group on a node; None if one node has all. A byte to another node counts `NETWORK`
-            times.
+        node: Ranks of the group on a node; None if one node has all. A byte to another node counts `NETWORK` times.
     """
     # The layout of `balanced` depends on the batch; before the first batch, `auto` represents it.
     balancer = (
