@@ -161,7 +161,7 @@ class HeadExchange:
             )
 
     def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v, in their shapes, and of sinks and `up`, zero but for this rank's heads.
+        """Return the gradients of q, k, v, sinks and `up`, in their shapes. Other ranks' heads have zeros in the last two.
 
         Args:
             inputs: This rank's rows, or the kept heads.
