@@ -161,7 +161,7 @@ class HeadExchange:
             )
 
     def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, sinks and `up`, in their shapes. Other ranks' heads have zeros in the last two.
+        """Return the gradients of q, k, v, sinks and `up`. The last two are zero for heads of other ranks.
 
         Args:
             inputs: This rank's rows, or the kept heads.
