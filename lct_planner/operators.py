@@ -14,7 +14,9 @@ from longshard.context.planning.lowering import is_large
 
 
 def flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> int:
-    """Return the FLOPs of a product or of causal attention on one rank; 0 for other operators.
+    """Return the FLOPs of an operator on one rank; 0 for operators that PyTorch's FLOP counter does not know, either.
+
+    Attention counts as causal: half of all pairs. Its keys must be (B, H, S, D).
 
     Args:
         func: The operator.

@@ -178,8 +178,8 @@ class Trainer(Assembly):
             last: Whether it is the last micro-batch of the step.
 
         Returns:
-            For each sample the sum of losses on this rank, (B,), float64, and the number of targets, (B,), int64. In a
-            pipeline only the last stage has losses; the sums of other stages are 0.
+            For each sample the sum of losses on this rank, (B,), float64, and the number of targets of the whole
+            sample, (B,), int64. In a pipeline only the last stage has losses; the sums of other stages are 0.
         """
         for observer in self.observers:
             observer.batch(batch)

@@ -163,22 +163,21 @@ def from_dtensor(x: DTensor) -> DomainTensor:
     """
     mesh = x.device_mesh
     x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
-    dims = [p.dim % x.ndim if isinstance(p, Shard) else None for p in x.placements]
+    dims = [None if p.is_replicate() else p.dim % x.ndim for p in x.placements]
     if len({d for d in dims if d is not None}) < len(dims) - dims.count(None):
         raise ValueError(
             f"the placements {x.placements} shard one tensor dimension over several mesh dimensions; "
             "redistribute the DTensor to one mesh dimension first"
         )
-    pairs = [
-        (dim, group)
+    axes = {
+        dim: Axis(_chunks(x.shape[dim], group.size()), group)
         for dim, group in zip(dims, mesh.get_all_groups(), strict=True)
         if dim is not None
-    ]
-    domain = Domain({d: Axis(_chunks(x.shape[d], group.size()), group) for d, group in pairs})
+    }
     local = x.to_local(
         grad_placements=[Partial() if p.is_replicate() else p for p in x.placements]
     )
-    return DomainTensor(local, domain)
+    return DomainTensor(local, Domain(axes))
 
 
 def _chunks(length: int, degree: int) -> AxisLayout:

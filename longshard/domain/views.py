@@ -234,7 +234,10 @@ def _channel_shuffle(function, x, groups) -> DomainTensor:
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
 def _created(function, x, *size, **kwargs) -> DomainTensor:
-    """Create a tensor. It is sharded as x if it has the sizes of x there; otherwise it is whole on every rank."""
+    """Create a tensor. It is sharded as x, or whole on every rank.
+
+    It is sharded if it has as many dimensions as x, and x's size in each dimension in which x is sharded.
+    """
     made = function(torch.empty((), device="meta"), *size, **{**kwargs, "device": "meta"})
     same = made.ndim == x.ndim and all(made.shape[dim] == x.shape[dim] for dim in x.domain.axes)
     domain = x.domain if same else Domain({})

@@ -235,13 +235,13 @@ _KNOWN: dict[str, Callable] = {
 
 
 def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Bind the functions that modules call; return the modules, and their parts, that are exact over ranks then.
+    """Replace known functions in the files of the modules' classes; return modules that are then exact over ranks.
 
     Args:
         modules: The modules.
 
     Returns:
-        The exact modules.
+        The exact modules, and exact parts of modules.
     """
     exact = set()
     for module in modules:

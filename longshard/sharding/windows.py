@@ -155,6 +155,8 @@ def plan_outputs(
 ) -> WindowPlan:
     """Return the plan in which the owner of the rows [a, b) computes the outputs [first_output(a), first_output(b)).
 
+    The owner of the last row computes all outputs up to `total`, whatever `first_output` gives for the end.
+
     Args:
         layout: The layout of the inputs.
         total: Number of outputs.

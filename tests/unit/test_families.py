@@ -135,6 +135,7 @@ def test_layers_for_further_tokens_are_not_read(tmp_path: Path) -> None:
         ("gemma4", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
         ("gemma4-experts", {"use_double_wide_mlp": True}, "use_double_wide_mlp = True is not supported; it must be"),
         ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 must leave a layer of each kind with keys"),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config = {'0': {'head_dim': 16}} is not"),
         ("gemma4", {"per_layer_config": {"1": {"head_dim": 16}}}, "per_layer_config = {'1': {'head_dim': 16}} is not"),
         (
             "gemma4",
@@ -272,6 +273,7 @@ def test_heads_of_gemma_4_are_read_from_published_names_too() -> None:
     written = hf_config("gemma4").write(args)
     del written["per_layer_config"]
     assert hf_config("gemma4").read(Entries(Path(), written)) == args
+    assert hf_config("gemma4").read(Entries(Path(), written | {"per_layer_config": None})) == args
     heads = hf_config("gemma4").read(Entries(Path(), written | {"attention_k_eq_v": False})).global_heads
     assert heads == GlobalHeads(16, args.n_kv_heads)
     all_local = hf_config("gemma4").read(Entries(Path(), written | {"layer_types": ["sliding_attention"] * 4}))

@@ -42,6 +42,21 @@ def test_the_group_of_a_rank_with_a_gpu(offloads: bool, monkeypatch: pytest.Monk
     ended.assert_called_once()
 
 
+def test_a_record_that_cannot_be_written_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.runtime import process_group as module
+
+    monkeypatch.setattr(module, "is_peer_failure", lambda _error: True)
+    dump = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr(module, "_dump_flight_record", dump)
+    with (
+        pytest.raises(RuntimeError, match="the peer is gone"),
+        process_group(Process(0, 0, 1), parse_command_line([]).config.comm),
+    ):
+        raise RuntimeError("the peer is gone")
+    dump.assert_called_once()
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize("offloads", [False, True])
 def test_a_rank_asks_for_gloo_where_it_offloads(offloads: bool, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     from trainer.commands import rank

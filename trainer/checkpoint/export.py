@@ -96,8 +96,9 @@ def kept_types(
 ) -> dict[str, torch.dtype]:
     """Return the dtype of each tensor of the folder that keeps a wider dtype than `dtype`, by its Hugging Face name.
 
-    Such tensors are buffers (biases that choose experts) and tensors that transformers keeps in float32. Also kept are
-    dtypes in the checkpoint, or in the folder from which the run started, that are wider than `training.dtype`.
+    Such tensors are buffers (biases that choose experts) and, for float16, tensors that transformers keeps in float32.
+    A dtype in the checkpoint is kept if it is wider than `training.dtype`. A dtype in the folder from which the run
+    started is kept if it is wider than the most frequent one there.
 
     Args:
         config: The configuration.

@@ -161,6 +161,6 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         reason = full_disk(error, args.output.absolute().parent) or error.strerror or str(error)
         raise ConfigError(
-            f"{args.output} could not be written ({reason}); make room, or name another"
+            f"{args.output} could not be written ({reason}); make room, or name another folder"
         ) from None
     return 0

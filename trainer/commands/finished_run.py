@@ -292,7 +292,7 @@ def file_of_step(folder: Store, step: int | None, last: Path) -> Iterator[Path]:
 
 
 def _saved_weights(config: JobConfig) -> str:
-    """Return the path of the saved step of a run; raise a ConfigError if the run has saved no step.
+    """Return the path of the step that `checkpoint.load_step` names; raise a ConfigError if the run has saved none.
 
     A run that was killed early, or had no `checkpoint.enable`, has saved no step. The weights that such a run started
     from do not stand in for its own.

@@ -65,13 +65,14 @@ class Start:
 
 
 def check_here(config: JobConfig) -> None:
-    """Check that this machine reaches the first node, and can write the folders of the job.
+    """Check that this machine knows MASTER_ADDR, if there are several nodes, and can write the folders of the job.
 
     Args:
         config: The configuration of the run.
 
     Raises:
-        ConfigError: The first node has no address, or a folder cannot be made.
+        ConfigError: A variable of the nodes is wrong, MASTER_ADDR is no known address (on the first node: no address of
+            this machine), or a folder cannot be written.
     """
     nodes = Nodes.from_environment()
     if nodes.count > 1:

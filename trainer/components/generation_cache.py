@@ -209,7 +209,7 @@ class GenerationCache:
         plan: Tensor | None = None,
         up: Tensor | None = None,
     ) -> Tensor:
-        """Attend to the keys and values of all tokens so far; shapes as in the module."""
+        """Keep the new keys and values; attend to the keys and values of all tokens so far. Shapes as in the module."""
         kept = self._keep_new(module, k, v)
         seen = self._visible(kept[0].shape[2], module.sliding_window)
         scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -206,8 +206,8 @@ class MetricsLogger:
 
         Args:
             step: Number of the step.
-            sums: Losses of all micro-batches, (B,), see `Trainer.forward_backward`.
-            counts: Labels of all micro-batches, (B,).
+            sums: Sums of losses on this rank, one for each sample of all micro-batches, (B,).
+            counts: Numbers of labels of the whole samples, not of this rank's part of them, (B,).
             lr: The learning rate.
             data: The loader.
             late: Whether the next step already runs when the step is logged.
@@ -271,7 +271,10 @@ class MetricsLogger:
     def _reduced(
         self, step: int, loss: float, grad_norm: float, record: StepRecord, elapsed: float
     ) -> StepMetrics:
-        """Return the metrics of a step over all ranks; see `log`. elapsed: seconds of this rank."""
+        """Return the metrics of a step. `loss` and `grad_norm` are of the whole job already, as in `log`.
+
+        The other values are reduced over all ranks. elapsed: seconds of this rank; the largest of all ranks counts.
+        """
         steps = step - self._last_step
         ranks = self.dims.size("world")
         loss_max = record.sequence_losses.max().item()

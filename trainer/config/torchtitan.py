@@ -250,7 +250,8 @@ def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> li
         config: The configuration.
 
     Raises:
-        ConfigError: Such a setting is on. The message says what to do instead.
+        ConfigError: A setting is on that has no replacement, and the setting is on that it needs, if it needs one. The
+            message says what to do instead.
     """
     notes = []
     ignored = {}

@@ -153,7 +153,7 @@ def is_further(args: ModelArgs, name: str) -> bool:
 
 
 def expert_layers(args: ModelArgs) -> list[int]:
-    """Return the layers that have experts.
+    """Return the numbers of the layers that have experts, with layers that predict further tokens.
 
     Args:
         args: The arguments of the model.

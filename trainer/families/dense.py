@@ -193,15 +193,15 @@ def _read_global_heads(config: Entries, kinds: Sequence[str]) -> GlobalHeads:
         own["num_key_value_heads"] = config.whole("num_global_key_value_heads")
     key = "per_layer_config"
     table = config.table(key).content
-    if key in config.content:
+    if table:
         own = table.get(str(kinds.index(FULL)), {})
         if table != {str(i): own for i, kind in enumerate(kinds) if kind == FULL} or not {
             "head_dim",
             "num_key_value_heads",
         }.issuperset(own):
             raise ConfigError(
-                f"{config.file}: {key} = {table!r} is not supported; it must have the same head_dim and "
-                "num_key_value_heads for each layer of full attention, and no other layers"
+                f"{config.file}: {key} = {table!r} is not supported; it must name the layers of full "
+                "attention alone, with the same head_dim and num_key_value_heads; use another model"
             )
     heads = replace(config, content=own)
     n_kv_heads = heads.whole("num_key_value_heads", n_kv_heads)

@@ -349,7 +349,7 @@ def _kv_heads(model: ModelArgs, tp: int) -> int:
 
 
 def _checked_gradients(config: JobConfig, device_type: str) -> str:
-    """Return the data type in which ranks send dK and dV; raise a ConfigError if it would round the gradients."""
+    """Return the type of sent dK and dV, "float32" for float64, too; raise a ConfigError if the model's is wider."""
     wanted = config.parallelism.context_parallel_gradient_dtype
     computed = config.training.compute_dtype(device_type)
     if wanted == "bfloat16" != computed:

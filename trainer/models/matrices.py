@@ -87,7 +87,7 @@ def _names(module: nn.Module) -> Sequence[str] | None:
 def _rows_within(
     module: nn.Module, per_head: bool
 ) -> Mapping[nn.Parameter, tuple[Ranges, ...]]:
-    """Return the parameters below `module` that hold several matrices, with the rows of each matrix."""
+    """Return the rows of each matrix for the parameters below `module` whose shape alone does not tell them."""
     if isinstance(module, Experts):
         hidden = module.w13.shape[1] // 2
         return {module.w13: _by_heads(module.w13, [hidden], per_head=True)}

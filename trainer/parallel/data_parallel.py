@@ -106,7 +106,7 @@ def apply_data_parallel(
 ) -> None:
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
-    If there is nothing to shard, to cast or to offload, the model is not changed. But if it has both plain and
+    If there is nothing to shard, replicate, cast or offload, the model is not changed. But if it has both plain and
     tensor-parallel parameters, plain parameters are wrapped over one rank too, because the optimizer takes one kind
     only.
 

@@ -51,9 +51,9 @@ def tokens_divided(modules: Iterable[str]) -> Styles:
 
 
 def sequence_gathered(*matrices: str) -> Styles:
-    """Return styles of a module that takes (B, S / tp, dim) and two more inputs, and its first matrices.
+    """Return styles of a module and its matrices. The module takes (B, S / tp, dim) and two more inputs.
 
-    It gets the whole sequence, its matrices give channels of this rank's heads, and `wo` adds up all ranks' heads.
+    It gets the whole sequence. Its first matrices give channels of this rank's heads. `wo` adds up all ranks' heads.
 
     Args:
         *matrices: Names of the first matrices.

@@ -30,7 +30,7 @@ class Machine:
     """A line for the log, if CUDA_VISIBLE_DEVICES names more GPUs than exist."""
 
     def device_type(self, wanted: str) -> str:
-        """Return 'cuda' or 'cpu' for `job.device`.
+        """Return 'cuda' or 'cpu' for `job.device`; 'auto' is 'cuda' if there is a GPU.
 
         Args:
             wanted: `job.device`.

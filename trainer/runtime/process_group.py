@@ -8,7 +8,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -102,10 +102,11 @@ def process_group(
     *,
     cpu_tensors: bool = False,
 ):
-    """Start the process group of the whole job (gloo on CPUs, NCCL on GPUs), and destroy it at the exit.
+    """Start the process group of the whole job (gloo on CPUs, NCCL on GPUs), and destroy it after success.
 
-    When a collective fails, the last collectives of this rank are written to rank_R in the folder `records`, and the
-    path is logged. NCCL's watchdog writes there at a time-out, too.
+    After an error it is destroyed only on CPUs: NCCL could wait for ever for its peers. If a collective fails and
+    `comm.trace_buf_size` is not 0, the last collectives of this rank are written to rank_R in the folder `records`, and
+    the path is logged. NCCL's watchdog writes there at a time-out, too.
 
     Args:
         process: This process.
@@ -135,7 +136,8 @@ def process_group(
             yield
     except Exception as error:
         if comm.trace_buf_size and is_peer_failure(error):
-            logger.warning(_dump_flight_record(process.rank, records, device))
+            with suppress(OSError):  # a full disk
+                logger.warning(_dump_flight_record(process.rank, records, device))
         if device.type == "cpu":  # NCCL could wait for ever for its peers
             dist.destroy_process_group()
         raise

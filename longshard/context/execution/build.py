@@ -125,7 +125,7 @@ def same_ranks(group: ProcessGroup, description: str) -> ProcessGroup:
 def _high_priority(timeout: timedelta | None) -> object:
     """Return options of NCCL with streams of high priority; None if PyTorch has no NCCL.
 
-    timeout: of the new group. The options have a time-out, too, by default ten minutes.
+    timeout: Of the new group; None keeps NCCL's ten minutes.
     """
     nccl = getattr(dist, "ProcessGroupNCCL", None)
     if nccl is None:

@@ -375,7 +375,7 @@ def by_sequence(masks: Sequence[Mask]) -> Mask:
 
 
 def _overlay(a: Iterable[Band], b: Iterable[Band]) -> Iterator[Band]:
-    """Yield the bands of the pairs that both lists show."""
+    """Yield the bands of the pairs that both lists show. Each list ascends, and no two of its bands share a query."""
     left = iter(a)
     right = iter(b)
     x = next(left, None)

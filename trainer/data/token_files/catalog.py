@@ -200,7 +200,7 @@ def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
             checksum = zlib.crc32(file.read_bytes())
         if checksum != entry[ending]:
             raise ConfigError(
-                f"{file} is damaged: its check sum differs from {MANIFEST}; copy it again"
+                f"{file} is damaged: its check sum differs from {MANIFEST}; copy or make it again"
             )
     return pair._replace(
         crc=str(Path(idx).with_suffix(".crc")), answers=str(marks) if marks.exists() else None
