@@ -8,7 +8,6 @@ if they take longer. Exchanges of heads, of tensor and of expert parallelism alw
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from lct_planner.profile import Profile
 from trainer.config.errors import ConfigError, did_you_mean
@@ -75,12 +74,12 @@ def device(name: str) -> Device:
     is_file = path.suffix == ".toml" and path.exists()
     records = load_toml(path if is_file else RECORDS)
     key = next(iter(records), "") if is_file else name
-    if key not in records:
-        known = ", ".join(load_toml(RECORDS))
+    if not isinstance(records.get(key), dict):
+        known = load_toml(RECORDS)
         raise ConfigError(
-            f"--gpu {name!r} is none of {known}, nor a .toml file with a record{did_you_mean(name, load_toml(RECORDS))}"
+            f"--gpu {name!r} is none of {', '.join(known)}, nor a .toml file with a record{did_you_mean(name, known)}"
         )
-    entries: dict[str, Any] = records[key]
+    entries = records[key]
     names = {f.name for f in fields(Device)}
     if wrong := sorted(entries.keys() - names):
         raise ConfigError(

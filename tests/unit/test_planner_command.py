@@ -92,7 +92,10 @@ def test_a_time_out_that_is_too_short_for_the_predicted_step_is_told(
 
 
 def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.toml"
+    bare.write_text("flops = 1e15\n")
     for arguments, words in (
+        (["debug_model", "--gpu", str(bare)], "nor a .toml file with a record"),
         (["debug_model", "--gpu", "h10"], "is none of h100"),
         (["debug_model", "--gpu", "missing.toml"], "--gpu 'missing.toml' is none of h100"),
         (["debug_model", "--world-size", "x"], "--world-size"),
