@@ -25,7 +25,7 @@ CODE = (
     "trainer/data/tokenizers/template_files.py",
     "trainer/data/tokenizers/template_sandbox.py",
 )
-HASHES = {2: "4c15cb592ef3d119"}
+HASHES = {2: "b9a59cb283372583"}
 
 
 def code_of(source: str) -> str:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import os, signal, sys, time
 from trainer.runtime.stop import Stop
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background ignores it
 with Stop(int(sys.argv[1]), prints=True) as stop:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.1)
