@@ -42,7 +42,7 @@ def kind() -> str:
 
 
 def where() -> str:
-    """Return the innermost running function of `trainer` or `longshard`, and its file; "" if there is none."""
+    """Return the innermost running function of `trainer` or `longshard`, and its file; "" if no such function runs."""
     frame = sys._getframe(1)
     while frame is not None:
         label = _OURS.search(frame.f_code.co_filename)

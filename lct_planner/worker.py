@@ -318,7 +318,7 @@ class Worker:
         return results
 
     def _why(self) -> str:
-        """Return `: ` and the last line that the process has logged; "" if there is none."""
+        """Return `: ` and the last line of the process's log; "" if the log is empty."""
         self._log.seek(0)
         written = self._log.read().strip().splitlines()
         return f": {written[-1]}" if written else ""

@@ -183,7 +183,7 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _layout(run: Run) -> str:
-    """Return HTML with a picture of the tokens and pairs of each rank, or with the reason why there is none."""
+    """Return HTML with a picture of the tokens and pairs of each rank, or with the reason why none can be drawn."""
     length = min(run.settings["training.seq_len"], _LONGEST_PICTURE)
     names = ("degree", "method", "load_balancer")
     degree, method, balancer = (

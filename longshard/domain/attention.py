@@ -136,7 +136,7 @@ def _rows_of_mask(mask: Any, q: DomainTensor) -> Tensor:
 
 
 def _seen(mask: Any, q: DomainTensor, k: DomainTensor, options: _Options) -> Any:
-    """Return the mask; if there is none, a causal mask for causal attention, else None."""
+    """Return the mask. Without a mask, return a causal mask for causal attention, and None for other attention."""
     if mask is not None or not options.is_causal:
         return mask
     return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()

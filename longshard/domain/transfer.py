@@ -163,8 +163,9 @@ def from_dtensor(x: DTensor) -> DomainTensor:
     """
     mesh = x.device_mesh
     x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
-    dims = [None if p.is_replicate() else p.dim % x.ndim for p in x.placements]
-    if len({d for d in dims if d is not None}) < len(dims) - dims.count(None):
+    dims = [p.dim % x.ndim if isinstance(p, Shard) else None for p in x.placements]
+    # a strided shard is no `Shard`
+    if len({*dims} - {None}) < sum(not p.is_replicate() for p in x.placements):
         raise ValueError(
             f"the placements {x.placements} shard one tensor dimension over several mesh dimensions; "
             "redistribute the DTensor to one mesh dimension first"

@@ -34,7 +34,7 @@ class Case:
     Attributes:
         preset: Preset of `lct train`.
         arguments: Further arguments of `lct train`.
-        seq_len: Tokens of a sequence of `lct train`. It is filled to 90 % or more, as the batches of the peers.
+        seq_len: Tokens of a sequence of `lct train`. About 90 % of it is filled, as of the batches of the peers.
         peers: Names of the peers, as in peers_loops.py.
     """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed import checkpoint
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from longshard.domain.domain import Axis, Domain, balanced, sized
@@ -173,19 +173,23 @@ def test_a_sharded_tensor_becomes_a_dtensor_and_comes_back(pool: WorkerPool, wor
         assert largest(*errors.values()) <= 1e-14, errors
 
 
-def over_two_dimensions() -> str:
-    """The refusal of a DTensor whose rows FSDP and tensor parallelism divide."""
+def over_two_dimensions() -> list[str]:
+    """The refusals of a DTensor whose rows FSDP and tensor parallelism divide."""
     with meshes() as all_meshes:
         mesh = next(mesh for mesh in all_meshes if mesh.ndim == 2)
-        strided = [_StridedShard(0, split_factor=mesh.shape[1]), Shard(0)]
-        shape = (2 * mesh.size(), 3)
-        x = DTensor.from_local(torch.zeros(2, 3), mesh, strided, run_check=False, shape=shape, stride=(3, 1))
-        with pytest.raises(ValueError) as raised:
-            from_dtensor(x)
-        return str(raised.value)
+        strided = _StridedShard(0, split_factor=mesh.shape[1])
+        refusals = []
+        for placements in ([strided, Shard(0)], [strided, Replicate()]):
+            x = DTensor.from_local(torch.zeros(2, 3), mesh, placements, run_check=False, shape=(8, 3), stride=(3, 1))
+            with pytest.raises(ValueError) as raised:
+                from_dtensor(x)
+            refusals.append(str(raised.value))
+        return refusals
 
 
 def test_a_dtensor_that_two_dimensions_of_the_mesh_shard_is_refused(pool: WorkerPool) -> None:
     assert all(
-        "shard one tensor dimension over several mesh dimensions" in said for said in pool.run(4, over_two_dimensions)
+        "shard one tensor dimension over several mesh dimensions" in said
+        for refusals in pool.run(4, over_two_dimensions)
+        for said in refusals
     )

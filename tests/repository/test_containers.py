@@ -82,10 +82,10 @@ def context() -> list[str]:
     return [name for name in listed.stdout.splitlines() if (ROOT / name).is_file() and not is_ignored(name, rules)]
 
 
-def copy_out_of_context(container: Container, folder: Path) -> None:
-    """Copy the files that COPY names into a folder, which stands for the working folder."""
+def copy_out_of_context(pairs: list[tuple[str, str]], folder: Path) -> None:
+    """Copy sources to their targets in a folder, which stands for the working folder."""
     files = context()
-    for source, target in container.copied:
+    for source, target in pairs:
         for name in (name for name in files if name == source or name.startswith(f"{source}/")):
             place = folder / target / os.path.relpath(name, source if (ROOT / source).is_dir() else Path(source).parent)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def test_a_comment_names_this_file() -> None:
 def test_the_copied_files_install_and_the_program_runs(container: Container, tmp_path: Path) -> None:
     """The step that installs the repository, with the packages of this environment instead of the network's."""
     build = tmp_path / "build"
-    copy_out_of_context(container, build)
+    copy_out_of_context(container.copied, build)
     (install,) = [words for words in container.commands if any(word.startswith(".[") for word in words)]
     (there,) = [word for word in install if word.startswith(".[")]
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed", "--no-warn-script-location"]
@@ -219,7 +219,8 @@ def bound(folders: list[str], root: Path) -> Iterator[None]:
         yield
     finally:
         for place in reversed(mounted):
-            subprocess.run(["umount", place], check=True)
+            # at once, in use or not: what removes the root folder later must not reach this machine's folders
+            subprocess.run(["umount", "--lazy", place], check=True)
 
 
 @pytest.mark.slow
@@ -248,25 +249,22 @@ def test_the_steps_of_the_image_for_cpus_build_it_in_a_root_folder(tmp_path: Pat
         assert done.returncode == 0, f"{shell}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
         return done.stdout
 
-    try:
-        with bound(["/proc", "/dev", *wheels], root):
-            assert run("python3 -V").startswith(f"Python {python}.")
-            for instruction, text in container.instructions:
-                if instruction == "RUN":
-                    run(text.replace(" --index-url https://download.pytorch.org/whl/cpu", "") if wheels else text)
-                elif instruction == "COPY":
-                    named = [pair for pair in container.copied if pair[0] in shlex.split(text)]
-                    copies = Container([("COPY", f"{source} {target}") for source, target in named])
-                    copy_out_of_context(copies, Path(f"{root}{folder}"))
-                elif instruction == "WORKDIR":
-                    folder = text
-                    Path(f"{root}{folder}").mkdir(parents=True, exist_ok=True)
-                elif instruction == "ENV":
-                    variables |= dict(word.split("=") for word in shlex.split(text))
-                elif instruction == "USER":
-                    user = text
-            assert run("lct --version") == f"lct {trainer.__version__}\n"
-            shown = run("lct train debug_model --ngpu 2 --training.steps 2")
-            assert "training done: 2 steps" in shown
-    finally:
-        shutil.rmtree(root)
+    with bound(["/proc", "/dev", *wheels], root):
+        assert run("python3 -V").startswith(f"Python {python}.")
+        for instruction, text in container.instructions:
+            if instruction == "RUN":
+                run(text.replace(" --index-url https://download.pytorch.org/whl/cpu", "") if wheels else text)
+            elif instruction == "COPY":
+                pairs = [pair for pair in container.copied if pair[0] in shlex.split(text)]
+                copy_out_of_context(pairs, Path(f"{root}{folder}"))
+            elif instruction == "WORKDIR":
+                folder = text
+                Path(f"{root}{folder}").mkdir(parents=True, exist_ok=True)
+            elif instruction == "ENV":
+                variables |= dict(word.split("=") for word in shlex.split(text))
+            elif instruction == "USER":
+                user = text
+        assert run("lct --version") == f"lct {trainer.__version__}\n"
+        shown = run("lct train debug_model --ngpu 2 --training.steps 2")
+        assert "training done: 2 steps" in shown
+    shutil.rmtree(root)

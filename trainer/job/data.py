@@ -23,7 +23,7 @@ _SECONDS = 3.0  # time after which it stops reading: trajectories may be long
 
 
 def check_mixture(config: JobConfig) -> None:
-    """Check that each source has a name of its own, a path and a weight, and that `training.dataset` reads files.
+    """Check that each source has its own name, a path and a weight, and that the kind of data has files.
 
     Args:
         config: The configuration of the run.

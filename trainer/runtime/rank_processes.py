@@ -38,6 +38,8 @@ LAUNCHER_SIGNALS = (
     signal.SIGUSR2,
 )
 """The signals for which the launcher sets handlers; a fork of the launcher has them at first."""
+_STACK_SECONDS = 0.5
+_POLL_SECONDS = 0.05
 
 
 @contextmanager
@@ -52,10 +54,6 @@ def signals_held() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_STACK_SECONDS = 0.5
-_POLL_SECONDS = 0.05
 
 
 def flight_record(rank: int | str) -> str:
