@@ -1,14 +1,15 @@
 """Downloads from the Hugging Face hub, and its errors as sentences."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
+from trainer.config.writable import is_of_file
 
 FILENAME, OTHER = "original/tokenizer.model", "tokenizer.json"
 # These name the tokens that begin and end a text.
 SETTINGS_FILES = ("tokenizer_config.json", "generation_config.json")
-_MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model"]
-_OTHERWISE = f"copy {FILENAME} here by hand, or train a tokenizer with `lct tokenizer train`"
 
 
 def download_model(repo_id: str, folder: Path, token: str | None) -> None:
@@ -24,12 +25,13 @@ def download_model(repo_id: str, folder: Path, token: str | None) -> None:
     """
     from huggingface_hub import snapshot_download
 
-    try:
-        snapshot_download(repo_id, local_dir=folder, token=token, allow_patterns=_MODEL_FILES)
-    except Exception as error:
-        if not is_of_hub(error):
-            raise
-        raise ConfigError(hub_reason(error, repo_id, "copy the folder here by hand")) from None
+    with _sentences(repo_id, "copy the folder here by hand"):
+        snapshot_download(
+            repo_id,
+            local_dir=folder,
+            token=token,
+            allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"],
+        )
 
 
 def download_tokenizer(repo_id: str, folder: str, token: str | None) -> str:
@@ -43,8 +45,7 @@ def download_tokenizer(repo_id: str, folder: str, token: str | None) -> str:
     Raises:
         ConfigError: The hub refuses access, lacks both files, or cannot be reached.
     """
-    from huggingface_hub import errors as hub
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import errors, hf_hub_download
 
     def fetch(name: str) -> str | None:
         """Return the path of a file; None: the repository lacks it."""
@@ -52,38 +53,39 @@ def download_tokenizer(repo_id: str, folder: str, token: str | None) -> str:
             return hf_hub_download(
                 repo_id=repo_id, filename=name, local_dir=folder, token=token
             )
-        except hub.LocalEntryNotFoundError:  # no connection, and nothing cached
+        except errors.LocalEntryNotFoundError:  # no connection, and nothing cached
             raise
-        except hub.EntryNotFoundError:
+        except errors.EntryNotFoundError:
             return None
 
-    try:
+    otherwise = f"copy {FILENAME} here by hand, or train a tokenizer with `lct tokenizer train`"
+    with _sentences(repo_id, otherwise):
         if path := fetch(FILENAME):
             return path
         if path := fetch(OTHER):
             for name in SETTINGS_FILES:
                 fetch(name)
             return path
-    except Exception as error:
-        if not is_of_hub(error):
-            raise
-        raise ConfigError(hub_reason(error, repo_id, _OTHERWISE)) from None
     raise ConfigError(
         f"{repo_id} has neither {FILENAME} nor {OTHER}; choose another repository, for example meta-llama/Llama-3.1-8B"
     )
 
 
-def is_of_hub(error: Exception) -> bool:
-    """Return whether the hub, its client or the network has raised an error.
+@contextmanager
+def _sentences(repo_id: str, otherwise: str) -> Iterator[None]:
+    """Enter a context in which each error of the hub, its client or the network becomes a ConfigError.
 
-    Args:
-        error: The error.
+    Errors of files, such as a full disk, pass unchanged. repo_id, otherwise: see `hub_reason`.
     """
-    from huggingface_hub import errors as hub
-
-    # The hub's client has changed its HTTP library: connection errors of both are known by their module.
-    library = type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "requests")
-    return library or isinstance(error, hub.HfHubHTTPError | hub.HFValidationError | OSError)
+    try:
+        yield
+    except Exception as error:
+        # The hub's client has changed its HTTP library: errors of each are known by their module.
+        library = type(error).__module__.partition(".")[0]
+        known = library in ("huggingface_hub", "httpx", "httpx2", "requests")
+        if not known and (not isinstance(error, OSError) or is_of_file(error)):
+            raise
+        raise ConfigError(hub_reason(error, repo_id, otherwise)) from None
 
 
 def hub_reason(error: Exception, repo_id: str, otherwise: str) -> str:
@@ -101,7 +103,7 @@ def hub_reason(error: Exception, repo_id: str, otherwise: str) -> str:
         return (
             f"{repo_id!r} is no name of a repository; it must look like meta-llama/Llama-3.1-8B"
         )
-    if isinstance(error, hub.GatedRepoError | hub.RepositoryNotFoundError):
+    if isinstance(error, hub.RepositoryNotFoundError):  # a GatedRepoError is one, too
         # The hub answers "not found" to strangers as well, so that one sentence has to serve both.
         state = (
             "is gated"

@@ -185,26 +185,22 @@ def _times(runs: Sequence[Run]) -> str:
 def _layout(run: Run) -> str:
     """Return HTML with a picture of the tokens and pairs of each rank, or with the reason why none can be drawn."""
     length = min(run.settings["training.seq_len"], _LONGEST_PICTURE)
-    names = ("degree", "method", "load_balancer")
-    degree, method, balancer = (
-        run.settings[f"parallelism.context_parallel_{x}"] for x in names
-    )
-    if degree == 1:
+    cp = {
+        key.removeprefix("parallelism.context_parallel_"): value
+        for key, value in run.settings.items()
+    }
+    if cp["degree"] == 1:
         return f"<p>{escape(run.name)}: no context parallelism.</p>"
-    words = [
-        "--seq-len",
-        length,
-        "--degree",
-        degree,
-        "--method",
-        method,
-        "--load-balancer",
-        balancer,
-    ]
+    words = (
+        f"--seq-len {length} --degree {cp['degree']} --method {cp['method']} "
+        f"--load-balancer {cp['load_balancer']}"
+    )
+    if degrees := cp.get("hybrid_degrees"):
+        words += f" --head-degree {degrees[0]}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.svg")
         try:
-            options = plan.parser().parse_args(map(str, [*words, "--output", file]))
+            options = plan.parser().parse_args([*words.split(), "--output", str(file)])
             plan.painter(options)(plan.build(options), file)
         except ConfigError as error:
             return f"<p>{escape(run.name)}: {escape(str(error))}.</p>"

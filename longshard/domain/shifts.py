@@ -17,10 +17,11 @@ _PAD_MODES = ("constant", "circular", "reflect", "replicate")
 
 
 @rule("flip")
-def _flip(function, x, *args, dims=()) -> DomainTensor:
+def _flip(function, x, *args, dims=None) -> DomainTensor:
     """Flip. The layouts stay: each rank gets the rows that mirror its own."""
-    asked = dims or (args[0] if isinstance(args[0], Sequence) else args)
-    asked = [dim % x.ndim for dim in asked]
+    if dims is None:
+        dims = args[0] if isinstance(args[0], Sequence) else args
+    asked = [dim % x.ndim for dim in dims]
     local = x.local
     for dim in asked:
         if axis := x.domain.axes.get(dim):
@@ -32,7 +33,7 @@ def _flip(function, x, *args, dims=()) -> DomainTensor:
                 tuple(tuple((n - b, n - a) for a, b in reversed(own)) for own in ranges),
                 dim,
             )
-    return DomainTensor(local.flip(*asked), x.domain)
+    return DomainTensor(local.flip(asked), x.domain)
 
 
 @rule("roll")

@@ -242,6 +242,7 @@ def _created(function, x, *size, **kwargs) -> DomainTensor:
     same = made.ndim == x.ndim and all(made.shape[dim] == x.shape[dim] for dim in x.domain.axes)
     domain = x.domain if same else Domain({})
     value = size[1:] if function.__name__ == "new_full" else ()
+    kwargs.pop("size", None)  # the shard has a size of its own
     return wrapped(function(x.local, domain.local_shape(made.shape), *value, **kwargs), domain)
 
 

@@ -77,7 +77,8 @@ def assigned(x, y):
     z[:, 0, ::3, 1:] = y[0, 0, 1, 1:]
     whole = torch.zeros(x.shape, dtype=x.dtype)
     whole[:, :, :4] = (x * y)[:, :, 2:6]
-    made = x.new_zeros(x.shape) + x.new_full((7,), 2.0) * x.new_ones(3, 1, 1, 1)
+    made = x.new_zeros(size=x.shape) + x.new_full((7,), 2.0) * x.new_ones(3, 1, 1, 1)
+    made = made + x.new_full(x.shape, fill_value=1.0) + x.new_full(fill_value=1.0, size=(7,))
     made[:, 2:] = x[:, :2]
     kept = made * 1
     kept.copy_(made * x).masked_fill_(x > 1, 0.0)
@@ -670,7 +671,7 @@ SPATIAL = [
     case("interpolate", lambda x: F.interpolate(x, scale_factor=2) + F.interpolate(x, (16, 14), mode="bilinear")),
     case("interpolate a sharded batch", lambda x: F.interpolate(x, (5, 9), mode="bicubic"), sharded=(0, 1)),
     case("cumsum", lambda x: x.cumsum(2) + torch.cumsum(x, dim=-1), sharded=ALL),
-    case("flip", lambda x: x.flip(2, -1) + torch.flip(x, dims=(0, 3)) + x.flip([1]), sharded=ALL),
+    case("flip", lambda x: x.flip(2, -1) + torch.flip(x, dims=(0, 3)) + x.flip([1]) + x.flip(()), sharded=ALL),
     case(
         "roll",
         lambda x: x.roll(3, 2) + torch.roll(x, (1, 2, -4), (2, 3, 2)) + x.roll(shifts=(0,), dims=(2,)),

@@ -1,18 +1,24 @@
 """`lct get`: a GGUF file becomes a folder that this program and transformers read alike."""
 
+import errno
 import json
+import sys
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trainer.commands.main import main as lct
 
 pytestmark = pytest.mark.about("lct_tools/get.py", "lct_tools/hub.py")
+HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
+"""The library by which huggingface_hub asks; its name changes from version to version."""
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64}
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -131,6 +137,34 @@ def test_what_cannot_be_got_is_one_sentence(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {words}"), line
     assert not [*tmp_path.glob("*.tmp")]
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "a file cannot be read or written (No space left on device)",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "there"),
+            "there cannot be read or written (Permission denied",
+        ),
+        (HTTP.ConnectError("no name"), "the Hugging Face hub cannot be reached (no name)"),
+        (TimeoutError("no answer"), "the Hugging Face hub cannot be reached (no answer)"),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--tokenizer-only",)])
+def test_a_full_disk_is_no_error_of_the_hub(
+    raised: Exception, words: str, options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with (
+        mock.patch("huggingface_hub.snapshot_download", side_effect=raised),
+        mock.patch("huggingface_hub.hf_hub_download", side_effect=raised),
+    ):
+        assert lct(["get", "an/other", "--folder", str(tmp_path / "new"), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {words}"), line
 
 
 def test_a_folder_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

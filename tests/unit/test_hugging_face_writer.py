@@ -124,6 +124,9 @@ def test_what_the_command_refuses(tmp_path: Path, capsys) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     with mock.patch.object(NewFolder, "put", side_effect=full):
         says("could not be written (the disk is full", "to-hf", run, out)
+    unread = PermissionError(errno.EACCES, "Permission denied", "weights")
+    with mock.patch.object(NewFolder, "put", side_effect=unread):
+        says("weights cannot be read or written (Permission denied); check its path", "to-hf", run, out)
     assert not list(tmp_path.glob("out*"))
     file = next(hf.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])

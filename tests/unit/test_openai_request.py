@@ -74,3 +74,22 @@ def test_values_are_those_that_were_asked_for():
     assert asked({"logprobs": True, "top_logprobs": 3}, chat=True).scores == 3
     assert asked({"logprobs": True}, chat=True).scores == 0
     assert asked({"logprobs": False}, chat=True).scores is None
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"stream_options": []}, "stream_options = [] must be an object"),
+        ({"stream_options": 0}, "stream_options = 0 must be an object"),
+        ({"stream_options": ""}, "stream_options = '' must be an object"),
+        ({"stop": 0}, "stop = 0 must be a text, or a list of texts"),
+        ({"stop": False}, "stop = False must be a text, or a list of texts"),
+        ({"stop": ""}, "stop = [''] must be a text, or a list of texts"),
+        ({"stop": {}}, "stop = {} must be a text, or a list of texts"),
+    ],
+)
+def test_an_empty_value_of_another_type_is_refused(body, words):
+    with pytest.raises(ConfigError) as error:
+        asked(body)
+    assert str(error.value) == words
+    assert asked({"stop": [], "stream_options": {}}) == asked({"stop": None, "stream_options": None}) == asked({})

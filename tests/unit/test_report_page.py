@@ -55,6 +55,21 @@ def test_a_method_that_no_picture_has_is_a_sentence(run: Path) -> None:
     assert "--method hybrid needs --head-degree" in page([read(run)])
 
 
+def test_the_degrees_of_a_hybrid_run_are_drawn(run: Path) -> None:
+    four = CONFIG.replace('"ring"', '"hybrid"').replace("degree = 2", "degree = 4")
+    (run / "config.toml").write_text(f"{four}context_parallel_hybrid_degrees = [2, 2]\n")
+    text = page([read(run)])
+    assert "<svg" in text
+    assert "--head-degree" not in text
+
+
+def test_a_page_that_cannot_be_written_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page_file = run / "nowhere" / "page.html"
+    assert main(["report", str(run), "--output", str(page_file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {page_file} cannot be read or written (No such file or directory)"), line
+
+
 def test_a_folder_without_steps_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert "has no step in metrics.jsonl; name a job.dump_folder" in capsys.readouterr().err

@@ -159,7 +159,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(args.run(args))
     except OSError as error:
-        reason = full_disk(error, args.output.absolute().parent) or error.strerror or str(error)
+        reason = full_disk(error, args.output.absolute().parent)
+        if not reason:
+            raise
         raise ConfigError(
             f"{args.output} could not be written ({reason}); make room, or name another folder"
         ) from None

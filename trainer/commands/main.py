@@ -7,6 +7,7 @@ from pathlib import Path
 from trainer import __version__
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.toml import load_toml
+from trainer.config.writable import is_of_file
 from trainer.runtime.console import report
 from trainer.runtime.output import outlasting_readers
 
@@ -61,6 +62,14 @@ def _run(arguments: list[str]) -> int:
         return command.main(others)
     except ConfigError as error:
         report(f"error: {error}")
+        return 2
+    except OSError as error:
+        if not is_of_file(error):
+            raise
+        file = error.filename or "a file"
+        report(
+            f"error: {file} cannot be read or written ({error.strerror}); check its path, permissions and disk"
+        )
         return 2
     except KeyboardInterrupt:
         return 130

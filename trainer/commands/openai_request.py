@@ -80,7 +80,7 @@ def check_fields(body: Body, *, chat: bool) -> None:
     for key in ("stream", "echo", "add_generation_prompt"):
         if not isinstance(body.get(key, False), bool | None):
             raise ConfigError(f"{key} = {_short(body[key])} must be true or false")
-    if not isinstance(body.get("stream_options") or {}, dict):
+    if not isinstance(body.get("stream_options"), dict | None):
         raise ConfigError(
             f"stream_options = {_short(body['stream_options'])} must be an object"
         )
@@ -143,7 +143,7 @@ def _number(
 
 
 def _stops(value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value or []
+    stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise ConfigError(f"stop = {_short(stops)} must be a text, or a list of texts")
     return stops

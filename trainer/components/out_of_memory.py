@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
+from trainer.config.errors import first_line
 from trainer.job.degrees import divisors
 from trainer.job.loss import saves_memory, why_no_chunks
 from trainer.job.pipeline_stages import layers_of_stages
@@ -40,7 +41,7 @@ def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         settings = "\n  ".join(memory_savers(job))
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise torch.OutOfMemoryError(
             f"{reason}\nSettings that need less memory, the cheapest first:\n  {settings}"
         ) from error

@@ -3,6 +3,10 @@
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+
+_SIMILAR = 0.79
+"""The least similarity of a near name, a `ratio` of difflib: below it are words with another letter in four."""
 
 
 class ConfigError(ValueError):
@@ -95,31 +99,27 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the name with the nearest spelling, None if no name is near.
 
-    A name is near if a few letters are wrong, missing, added or swapped; if the word begins the name, with four letters
-    or more; or if the name has two or more of the word's parts. Case, hyphens and underscores do not count.
+    A name is near if difflib finds it similar, as when a few letters are wrong, missing, added or swapped; if the word
+    begins the name, with four letters or more; or if the word has two or more parts, and the name has them all. Case,
+    hyphens and underscores do not count.
 
     Args:
         word: The word of the user.
         names: The known names.
     """
-    names = list(names)
     plain = _plain(word)
-    near = {}
-    for name in names:
-        other = _plain(name)
-        distance = _distance(plain, other)
-        if distance <= _allowed(plain, other) and not _another_number(plain, other):
-            near[name] = distance
-    if near:
-        return min(near, key=near.__getitem__)
+    originals = {_plain(name): name for name in names}
+    others = [other for other in originals if not _another_number(plain, other)]
+    for other in get_close_matches(plain, others, 1, _SIMILAR):
+        return originals[other]
     parts = set(re.split(r"[-_. ]", word.lower()))
-    begun = [name for name in names if len(plain) >= 4 and _plain(name).startswith(plain)]
-    whole = [
+    fitting = [
         name
-        for name in names
-        if len(parts) > 1 and parts <= set(re.split(r"[-_. ]", name.lower()))
+        for other, name in originals.items()
+        if (len(plain) >= 4 and other.startswith(plain))
+        or (len(parts) > 1 and parts <= set(re.split(r"[-_. ]", name.lower())))
     ]
-    return min([*begun, *whole], key=len, default=None)
+    return min(fitting, key=len, default=None)
 
 
 def _another_number(a: str, b: str) -> bool:
@@ -130,25 +130,3 @@ def _another_number(a: str, b: str) -> bool:
 
 def _plain(word: str) -> str:
     return re.sub(r"[-_. ]", "", word.lower())
-
-
-def _allowed(a: str, b: str) -> int:
-    """Return how many letters may differ. If the shorter word has up to 2 letters: 0; 6 letters: 1; 11: 2; more: 3."""
-    shorter = min(len(a), len(b))
-    return (shorter > 2) + (shorter > 6) + (shorter > 11)
-
-
-def _distance(a: str, b: str) -> int:
-    """Return the number of letters to insert, delete, replace or swap with their neighbour to turn `a` into `b`."""
-    before = []
-    row = list(range(len(b) + 1))
-    for i, letter in enumerate(a, 1):
-        earlier = before
-        before = row
-        row = [i]
-        for j, other in enumerate(b, 1):
-            best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
-            if i > 1 and j > 1 and a[i - 2 : i] == other + b[j - 2]:
-                best = min(best, earlier[j - 2] + 1)
-            row.append(best)
-    return row[-1]

@@ -105,6 +105,15 @@ def full_disk(error: BaseException, folder: Path, needed: int = 0) -> str:
     return _REASONS[cause.errno] + (f" ({', '.join(numbers)})" if numbers else "")
 
 
+def is_of_file(error: OSError) -> bool:
+    """Return whether an error is about a file or a full disk, and not, for example, about a connection.
+
+    Args:
+        error: The error.
+    """
+    return error.filename is not None or error.errno in _REASONS
+
+
 def _size(number: int) -> str:
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if number >= unit:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, first_line
 from trainer.data.tokenizers.tokenizer import Tokenizer
 from trainer.hugging_face.config_json import read_settings
 
@@ -35,7 +35,7 @@ class JsonTokenizer(Tokenizer):
         try:
             self._tokenizer = FastTokenizer.from_file(file)
         except Exception as error:  # the library raises no other type
-            raise _damaged(shown, str(error)) from None
+            raise _damaged(shown, first_line(error)) from None
         self._tokenizer.encode_special_tokens = True  # their names in a text are ordinary text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -136,7 +136,7 @@ def facts(file: str, shown: str) -> tuple[int, tuple[str, ...]]:
 def _damaged(shown: str, reason: str) -> ConfigError:
     return ConfigError(
         f"model.tokenizer_path = {shown!r} is no tokenizer.json of Hugging Face's tokenizers "
-        f"({reason.strip().splitlines()[0][:200]}); copy it again, or name another tokenizer"
+        f"({reason[:200]}); copy it again, or name another tokenizer"
     )
 
 
