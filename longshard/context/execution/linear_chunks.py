@@ -341,9 +341,11 @@ def one_token(
 ) -> tuple[Tensor, Tensor]:
     """Return the state after one token, (B, H, K, V), and its output, (B, H, V), both in the dtype of `state`.
 
+    The caller multiplies the output by the scale.
+
     Args:
         state: The state before the token, (B, H, K, V); not changed.
-        q: The query with the scale applied, (B, H, K), or with fewer heads: each serves the same number of heads of v.
+        q: The query, (B, H, K), or with fewer heads: each serves the same number of heads of v.
         k: The key, in the shape of q.
         v: The value, (B, H, V).
         log_decay: (B, H) or (B, H, K).

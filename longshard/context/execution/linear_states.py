@@ -75,7 +75,7 @@ def through_runs(state: Tensor, maps: Tensor | None, *, reverse: bool) -> tuple[
 
     Args:
         state: The state before the fragment, (B, H, K, V).
-        maps: The maps of the runs, (B, H, R, K, V + width). None for one run: then the second result is `state`, and not
+        maps: The maps of the runs, (B, H, R, K, V + width). None for one run: then the second result is `state`, not
             the state after the fragment.
         reverse: Whether to go from the last run to the first, with transposed transitions.
     """

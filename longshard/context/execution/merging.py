@@ -23,8 +23,8 @@ def merge(total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> Non
     """Merge the results of attention over other keys into a total, in place.
 
     If a query has seen no key yet, its total is output 0 and log-sum-exp -inf. `lse` must be finite: each query sees a
-    key of the part. If the GPU kernel cannot be compiled, as without Triton, one warning says so, and `merge_eagerly` is
-    used from then on.
+    key of the part. If the GPU kernel cannot be compiled, as without Triton, one warning says so. Then `merge_eagerly`
+    is used.
 
     Args:
         total_out: The total output, (B, H, S, D), in float32 at least.

@@ -125,8 +125,8 @@ class StagedExecution:
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, and of the sinks and of `up` if there are any.
 
-        K and V are sent again, and dK and dV are sent to their owners. The gradients of the sinks and of `up` are this rank's
-        parts. Output and log-sum-exp include the share of the sinks, and so do the probabilities that tiles compute from them.
+        K and V are sent again, and dK and dV are sent to their owners. The gradients of the sinks and of `up` are this
+        rank's parts. Output and log-sum-exp include the share of the sinks, and so do the probabilities that tiles compute.
 
         Args:
             inputs: This rank's rows, (B, H, S, D) and (B, K, T, D).
@@ -151,10 +151,7 @@ class StagedExecution:
     def _summed_gradients(
         self, inputs: BackwardInputs, scale: float, expansion: Expansion | None
     ) -> QKV:
-        """Return the gradients of q, k and v. dk and dv have the dtype of the log-sum-exp.
-
-        If no launch adds to a dq that another launch wrote, dq has q's dtype. Else it has the dtype of the log-sum-exp.
-        """
+        """Return the gradients of q, k, v in the dtype of the log-sum-exp; if no dq is added to, dq has q's dtype."""
         _, q, k, v, _, lse = inputs
         launches = self.lowered.backward
         written = fresh_rows(
@@ -221,7 +218,7 @@ class StagedExecution:
         expansion: Expansion,
         scale: float,
     ) -> None:
-        """Add an item's gradients to `totals`, of q and of the stage's latents, and to `expansion.gradient`, of `up`."""
+        """Add an item's gradients to `totals`, of q and the stage's latents, and to `expansion.gradient`, of `up`."""
         dq, dlatent, _ = totals
         for heads in expansion.groups(inputs.k):
             keys = expansion.keys(inputs.k, heads)
