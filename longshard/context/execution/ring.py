@@ -126,7 +126,7 @@ class StagedExecution:
         """Return the gradients of q, k, v, and of the sinks and of `up` if there are any.
 
         K and V are sent again, and dK and dV are sent to their owners. The gradients of the sinks and of `up` are this
-        rank's parts. Output and log-sum-exp include the share of the sinks, and so do the probabilities that tiles compute.
+        rank's parts. Output and log-sum-exp include the share of the sinks, and so do the tiles' probabilities.
 
         Args:
             inputs: This rank's rows, (B, H, S, D) and (B, K, T, D).
@@ -277,7 +277,7 @@ class StagedExecution:
         )
 
     def _return_gradients(self, item: Item, gradient: Tensor) -> Returning:
-        """Start the transfers after an item of the backward."""
+        """Start the transfers after an item of the backward; return their record, whose `add` waits and adds."""
         if item.stage.collective:
             reduced, pending = self._reduce_rows(gradient, item.stage)
             return Returning(pending, reduced=reduced, heads=item.kv_heads)
@@ -312,14 +312,17 @@ class StagedExecution:
         return Pending([pending], [gathered], arrived)
 
     def _reduce_rows(self, gradient: Tensor, stage: Stage) -> tuple[Tensor, Pending]:
-        """Start to sum all ranks' gradients of held rows at the owners; return own rows, padded, and the handle."""
+        """Start to sum all ranks' gradients of held rows at the owners.
+
+        Return own rows' sums, (longest, *row_shape), valid once the handle has arrived, and the handle.
+        """
         shards = gradient.new_zeros(self.plan.degree, self.plan.longest, *gradient.shape[1:])
         for owner, there, here in self._pieces(stage):
             shards[owner, there] = gradient[here]
         return reduce_shards(shards, self.gradient_group, kind="dkv")
 
     def _pieces(self, stage: Stage) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the ranges that a stage holds: (owner, place in the owner's shard, place in the stage's buffer)."""
+        """Yield the other ranks' ranges that a stage holds: (owner, place in its shard, place in the stage's buffer)."""
         for owner, ranges in enumerate(
             self.plan.kv_layout.repeated(self.plan.sequences).ranges
         ):
@@ -337,9 +340,9 @@ def _rows_at(rows: Tensor, places: Ranges) -> Tensor:
 
 
 def _sums(held: Held, rows: int, launches: Launches, dtype: torch.dtype) -> Tensor:
-    """Return a buffer for the gradients of a stage's rows; zeros if the launches do not write all of it.
+    """Return a buffer for the gradients of a stage's rows, (rows, *row_shape).
 
-    Each group of heads adds to the gradients of latents.
+    It is zeros if the launches do not write all of it, or if the rows are latents, to which each group of heads adds.
     """
     written = (
         fresh_rows(run for launch in launches for run in launch.kv_runs)
