@@ -275,7 +275,7 @@ def chosen_rows(rows: Tensor, chosen: Tensor) -> Rows:
 
     Args:
         rows: The rows of the whole sequence, (B, T, W + D).
-        chosen: Their positions for each query, (B, s, k). Where one is -1, the row is the first one, marked as not seen.
+        chosen: Their positions for each query, (B, s, k). For -1 it is the first row, marked as not seen.
     """
     seen = chosen >= 0
     places = chosen.clamp(min=0).long().flatten(1).unsqueeze(-1)

@@ -161,13 +161,11 @@ class HeadExchange:
             )
 
     def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, and of the sinks and of `up` if there are any.
-
-        The gradients of the sinks and of `up` are this rank's parts: zero for heads of other ranks.
+        """Return the gradients of q, k, v, and this rank's parts of the gradients of the sinks and of `up`, if present.
 
         Args:
             inputs: This rank's rows, or the kept heads.
-            terms: The scale, and optional inputs.
+            terms: The scale, and optional inputs. Their gradients are zero for heads of other ranks.
         """
         dout = fold_batch(inputs.dout, self.plan)
         _, heads, rows, _ = dout.shape
