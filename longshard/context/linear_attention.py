@@ -109,7 +109,7 @@ def _operator_backward(
 
 
 def _local(x: Tokens, plan: Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
-    """Check the inputs of the operator; return the fragments of this rank and the pass that computes them."""
+    """Return this rank's fragments and the pass that computes them. If inputs do not fit, raise ContextParallelError."""
     q, k, v, log_decay, beta, _, _ = x
     alike = (
         q.ndim == v.ndim == 4

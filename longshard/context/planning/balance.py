@@ -46,9 +46,10 @@ def build_layout(
         seq_len: Number of tokens.
         degree: Number of ranks.
         multiple_of: Each rank has a multiple of this number of tokens.
-        mask: The mask by which `balanced` counts work; None means a causal mask.
+        mask: The mask by which `balanced` counts work; None means a causal mask. Other balancers do not use it.
 
     Raises:
+        KeyError: The name is unknown.
         ValueError: `multiple_of` does not divide the length.
     """
     if name == "balanced":
@@ -174,7 +175,7 @@ class _Circle:
 
     @cached_property
     def stops(self) -> np.ndarray:
-        """The places where parts start, and places after whole blocks of a part, if a block follows them."""
+        """The start of each part, and the places whole blocks after the start that are followed by a block of the part."""
         numbers, part = counted(
             np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1)
         )
@@ -216,7 +217,7 @@ class _Circle:
         return work, first, keys, short
 
     def arc(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the parts of an arc, and the other parts; both ascending and merged."""
+        """Return the token ranges inside an arc and outside it, (n, 2) each, ascending and merged."""
         beyond = max(start + length - self.length, 0)
         borders = np.unique(
             np.concatenate([self.places, [beyond, start, min(start + length, self.length)]])
