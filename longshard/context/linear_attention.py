@@ -109,7 +109,7 @@ def _operator_backward(
 
 
 def _local(x: Tokens, plan: Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
-    """Return this rank's fragments and the pass that computes them. If inputs do not fit, raise ContextParallelError."""
+    """Return this rank's fragments and the pass that computes them. Raise ContextParallelError if inputs do not fit."""
     q, k, v, log_decay, beta, _, _ = x
     alike = (
         q.ndim == v.ndim == 4

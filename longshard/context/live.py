@@ -228,7 +228,7 @@ class LivePlan:
 def opened(
     live: LivePlan, sequences: int | None, *, local_attention: bool = True
 ) -> Iterator[Tensor]:
-    """Yield the handle of a plan, (sequences,) int64 on the host, as a context manager for the forward AND the backward.
+    """Yield the handle of a plan, (sequences,) int64 on the host, inside `with`, for the forward AND the backward.
 
     The table has the plan until the end.
 

@@ -322,7 +322,7 @@ class StagedExecution:
         return reduce_shards(shards, self.gradient_group, kind="dkv")
 
     def _pieces(self, stage: Stage) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the other ranks' ranges that a stage holds: (owner, slice of its shard, slice of the stage's rows)."""
+        """Yield the other ranks' ranges that a stage holds: (owner, slice of its shard, slice of the stage rows)."""
         for owner, ranges in enumerate(
             self.plan.kv_layout.repeated(self.plan.sequences).ranges
         ):

@@ -175,7 +175,7 @@ class _Circle:
 
     @cached_property
     def stops(self) -> np.ndarray:
-        """The start of each part, and the places whole blocks after the start that are followed by a block of the part."""
+        """The start of each part, and the places whole blocks after the start, if a block of the part follows."""
         numbers, part = counted(
             np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1)
         )
