@@ -289,7 +289,10 @@ class _Halving:
         return circle.arc(start, rows)
 
     def _orders(self, parts: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield orders of the parts in which documents stay together: the given order, and two by length."""
+        """Yield orders of the parts in which documents stay together: the given order, and two by length.
+
+        An order is an array of the numbers of the parts, (n,).
+        """
         yield np.arange(len(parts))
         apart = (parts[:-1, 1] <= self.work.first_seen(parts[1:, 0])).all(axis=0)
         document = np.concatenate([[0], np.cumsum(apart)])
