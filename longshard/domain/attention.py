@@ -74,7 +74,11 @@ def _attended(
     attn_mask: Any,
     options: _Options,
 ) -> DomainTensor:
-    """Return the attention of broadcast q, k and v: keys go round the ranks of the queries, or are gathered."""
+    """Return the attention of broadcast q, k and v.
+
+    If there is no mask, keys are sharded, and queries are not sharded over another group, keys go round the ranks. Else
+    keys are gathered.
+    """
     both = torch.cat([k, v], -1)
     rows = q.ndim - 2
     key_axis = both.domain.axes.get(rows)
