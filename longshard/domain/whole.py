@@ -65,7 +65,9 @@ _CACHE: dict[Any, tuple[Seen, ...] | None] = {}
 def results(
     function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]
 ) -> tuple[Seen, ...] | None:
-    """Return the results that torch has for whole tensors; None if they cannot be known without data.
+    """Return the results that torch has for whole tensors; cached.
+
+    None if they cannot be known without data, and in compiled code.
 
     Args:
         function: The function.
