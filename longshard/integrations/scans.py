@@ -146,7 +146,7 @@ def _starts(mask: Mask, number: int) -> np.ndarray:
 
 
 def _convolution(where: Where, hidden_states, weight, bias, activation, **_: Any) -> Tensor:
-    """Compute a causal convolution over all ranks.
+    """Compute a causal convolution over all ranks, and its activation, if it has one.
 
     hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S).
     """
