@@ -128,7 +128,7 @@ class Place:
     ) -> KnownStates:
         """Return the states before fragments: computed by the maps, zeros, or states that `InOrder` sends and receives.
 
-        All ranks call it together: maps are exchanged by a collective, and `InOrder` waits for the rank before it.
+        If maps are given, it is a collective. The states of `InOrder` are sent and received at their use.
 
         Args:
             local: The pass over these fragments, whose states have the shape (B, F, H, K, V).

@@ -46,8 +46,8 @@ def build_execution(
 ) -> Execution:
     """Return a plan bound to a kernel and to communicators.
 
-    The first call for a group is a collective, because it makes communicators. Later calls are cheap, because lowered
-    calls are cached.
+    With NCCL, the first call for a group is a collective, because it makes communicators. Later calls are cheap,
+    because lowered calls are cached.
 
     Args:
         plan: The plan.

@@ -57,7 +57,8 @@ def gpu_capability() -> tuple[int, int] | None:
 def is_installed(module: str) -> bool:
     """Return whether a module is installed, without importing it; its parent packages are imported.
 
-    If that import fails, return True, so that a later import shows the error. If a parent is missing, return False.
+    If a parent, or a module that a parent imports, is missing, return False. If a parent raises another ImportError,
+    return True, so that a later import shows the error.
 
     Args:
         module: The name of the module.
