@@ -164,7 +164,7 @@ class Needs:
         return (*tiles, open_rows.tile()) if open_rows else ()
 
     def _pieces(self, queries: Ranges) -> Iterator[tuple[int, int, int, Band]]:
-        """Yield the parts [start, stop) of `queries` in one band, the place of `start` in `queries`, and the band."""
+        """Yield the parts of `queries` in one band: start, stop, how many queries are before it, and the band."""
         place = 0
         for start, stop in queries:
             number = bisect_right(self._band_stops, start)
