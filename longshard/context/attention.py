@@ -97,9 +97,12 @@ def operator(
         up: As for `context_parallel_attention`, (H, N + V, R); None if absent.
 
     Returns:
-        Output, log-sum-exp, and two 1-D tensors of bytes. The first of the two holds the exchanged q, k and v, for all
-        rows of this rank's heads. The second one holds output and log-sum-exp of the same rows and heads. The lengths
-        of both tensors of bytes depend on the layout of the batch. Both are empty unless keep_exchanged.
+        Output, log-sum-exp, and two 1-D uint8 tensors. The first uint8 tensor holds the exchanged q, k and v, for all
+        rows of this rank's heads. The second uint8 tensor holds output and log-sum-exp of the same rows and heads.
+        The lengths of both depend on the layout of the batch. Both are empty unless keep_exchanged.
+
+    Raises:
+        ContextParallelError: As for `context_parallel_attention`.
     """
     how = AttentionSettings.of(settings)
     _check_call(how.scale)
@@ -130,7 +133,9 @@ def _operator_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, and this rank's parts of the gradients of `sinks` and of `up` ((0,) if absent).
 
-    saved: q, k, v, output and log-sum-exp; or the two tensors of bytes of exchanged heads. kv_heads: K.
+    A collective over the plan's mesh. It does not sum the last two gradients over ranks.
+
+    saved: q, k, v, output and log-sum-exp; or the two uint8 tensors of the forward. kv_heads: K.
     """
     how = AttentionSettings.of(settings)
     live, sequences = resolve(plan)
@@ -218,14 +223,14 @@ _LIBRARY = torch.library.Library("longshard", "FRAGMENT")
 
 
 def add_autocast_rules(operator: Any, casts: Collection[int] = ()) -> None:
-    """Register how an operator runs under autocast.
+    """Register how an operator runs under autocast, on CPUs and GPUs.
 
-    Some arguments are cast to the type of autocast, except float64, as F.scaled_dot_product_attention does. Inside the
-    operator autocast is off, so that its float32 tensors stay float32.
+    The arguments at `casts` are cast to the dtype of autocast, except float64 and integers. Inside the operator
+    autocast is off, so that its float32 tensors stay float32.
 
     Args:
         operator: The operator.
-        casts: The positions of the arguments to cast.
+        casts: The positions of the arguments to cast; none by default.
     """
 
     def run(device_type: str, *args: Any) -> Any:
@@ -318,7 +323,7 @@ class _Forward:
         plan: Tensor | None = None,
         up: Tensor | None = None,
     ) -> Tensor:
-        """Return the output of the operator."""
+        """Return the operator's output. If `plan` is None, raise ContextParallelError. Default scale: D ** -0.5."""
         if plan is None:
             raise ContextParallelError(
                 "this attention is context parallel and got no plan; run the model inside "

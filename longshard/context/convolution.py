@@ -64,7 +64,10 @@ def _context_parallel_convolution_backward(
     plan: Tensor,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return dx, and this rank's part of the gradient of the weight."""
+    """Return dx, (B, S, C), and this rank's part of the gradient of the weight, not summed over ranks.
+
+    A collective over the plan's mesh: gradients of other ranks' rows are fetched.
+    """
     kernel = weight.shape[2]
     reach = None
     if positions is not None:
@@ -81,11 +84,11 @@ def _context_parallel_convolution_backward(
 def _fetched(rows: Tensor, x: Tensor, plan: Tensor, window: Window) -> tuple[Tensor, Tiles]:
     """Return the rows that this rank's windows read, tile after tile, and the tiles in them.
 
-    Rows of other ranks are fetched; rows outside the sequence are zeros. A tile is (its first row among the returned
-    rows, its number of outputs).
+    A collective: rows of other ranks are fetched. Rows outside the sequence are zeros. A tile is (its first row among
+    the returned rows, its number of outputs). If the sequence is empty, return `rows` and no tiles.
 
     rows: x, (B, S, C), or the gradient of the output, which may have one more channel.
-    x: only its shape is checked.
+    x: only its shape is checked; ContextParallelError if it is not the shape of this rank's rows.
     plan: the handle, (B,) int64.
     """
     live, _ = resolve(plan)
@@ -147,7 +150,7 @@ def _forward(
     positions: Tensor | None = None,
     plan: Tensor | None = None,
 ) -> Tensor:
-    """Run as the forward of a parallelised module."""
+    """Run as the forward of a parallelised module. If `plan` is None, raise ContextParallelError."""
     if plan is None:
         raise ContextParallelError(
             "this convolution is context parallel and got no plan; run the model inside `context_parallel(...)` and "
@@ -185,7 +188,9 @@ def gradients(
     weight: Tensor,
     tiles: Tiles,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the tiles' own rows x and their part of the gradient of the weight.
+    """Return the gradient of x, in its dtype, and the tiles' part of the gradient of the weight, in the weight's dtype.
+
+    Sums are in float32 at least.
 
     Args:
         rows: The gradients of the outputs, (B, R, C).

@@ -86,7 +86,10 @@ def _operator_backward(
     kept: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, log_decay and beta ((0,) if absent)."""
+    """Return the gradients of q, k, v, log_decay and beta ((0,) if absent); a collective over the plan's mesh.
+
+    kept: the bytes that the forward returned.
+    """
     x = Tokens(*tokens, beta, positions, scale)
     place, local = _local(x, plan)
     kept = kept.view(wide_type(x.v.dtype))
@@ -106,7 +109,7 @@ def _operator_backward(
 
 
 def _local(x: Tokens, plan: Tensor | None) -> tuple[Place, ChunkedPass | KernelPass]:
-    """Check the inputs of the operator; return the fragments of this rank and the pass that computes them."""
+    """Return this rank's fragments and the pass that computes them. Raise ContextParallelError if inputs do not fit."""
     q, k, v, log_decay, beta, _, _ = x
     alike = (
         q.ndim == v.ndim == 4

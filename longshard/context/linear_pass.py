@@ -100,7 +100,7 @@ class Place:
 
     @cached_property
     def fragments(self) -> Fragments:
-        """The range of chunks of each fragment."""
+        """The range of each fragment among this rank's chunks, (first, end)."""
         return list(
             pairwise(
                 accumulate((-(-length // self.size) for length in self.lengths), initial=0)
@@ -128,6 +128,8 @@ class Place:
     ) -> KnownStates:
         """Return the states before fragments: computed by the maps, zeros, or states that `InOrder` sends and receives.
 
+        If maps are given, it is a collective. The states of `InOrder` are sent and received at their use.
+
         Args:
             local: The pass over these fragments, whose states have the shape (B, F, H, K, V).
             maps: The maps of the fragments, (B, F, H, K, V + width); None if ranks send no maps.
@@ -139,14 +141,18 @@ class Place:
         return InOrder(known.zero, self.axis, reverse=reverse) if self.sends else known
 
     def _moved(self, x: Tensor, *, back: bool = False) -> Tensor:
-        """Return input rows, (B, S, ...), as the rows to compute with; `back`: the opposite. A collective."""
+        """Return input rows, (B, S, ...), as the rows to compute with; `back`: the opposite.
+
+        With deterministic algorithms it is a collective, which moves the cuts to multiples of a chunk. Else it returns
+        x.
+        """
         if self.rows is None:
             return x
         source, target = self.rows[::-1] if back else self.rows
         return fetch(x, source, target.layout.ranges, 1)
 
     def chunked(self, x: Tensor) -> Tensor:
-        """Return rows in chunks, (B, H, N, C, D); each fragment is filled up with zeros at its end.
+        """Return rows in chunks, (B, H, N, C, D); each fragment is filled up with zeros at its end. See `_moved`.
 
         Args:
             x: The rows, (B, S, H, D).
@@ -161,7 +167,7 @@ class Place:
         return rows.unflatten(1, (chunks, self.size)).permute(0, 3, 1, 2, 4).contiguous()
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """Return the rows of chunks, (B, S, H, D), without the zeros that fill up the fragments.
+        """Return the rows of chunks, (B, S, H, D), without the zeros that fill up the fragments. See `_moved`.
 
         Args:
             x: The chunks, (B, H, N, C, D).
@@ -282,7 +288,7 @@ class ChunkedPass:
 
 
 def _inputs(x: Tokens, place: Place) -> Inputs:
-    """Return the tokens in chunks."""
+    """Return the tokens in chunks, in float32 at least: q with the scale, and decays as running sums within a chunk."""
     dtype = wide_type(x.v.dtype)
     shared = x.v.shape[2] // x.q.shape[2]
     q, k = (place.chunked(part.to(dtype).repeat_interleave(shared, 2)) for part in (x.q, x.k))

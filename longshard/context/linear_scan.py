@@ -57,7 +57,9 @@ def fragments_of(layout: AxisLayout) -> AxisLayout:
 
 @lru_cache(maxsize=64)
 def aligned(layout: AxisLayout, size: int) -> AxisLayout:
-    """Return the layout with its cuts at multiples of `size`: a rank owns the chunks whose last token it had.
+    """Return the layout with each cut rounded down to a multiple of `size`, and the end of the sequence unchanged.
+
+    A rank owns the chunks whose last tokens it had. A rank may own no token. Ranges are in tokens.
 
     Args:
         layout: The layout of the tokens.
@@ -93,6 +95,8 @@ class InOrder(KnownStates):
 
     def before(self, fragment: int) -> Tensor:
         """Return the state before a fragment, (B, H, K, V); receive it if another rank has it.
+
+        Before the first fragment in this direction, it is zeros.
 
         Args:
             fragment: The number of the fragment on this rank.

@@ -80,6 +80,8 @@ class LivePlan:
     def show_scores(self, layer: int, lse: Tensor, sequences: Sequence[int]) -> None:
         """Pass the log-sum-exp of one call to the function of the hooks, if there is one.
 
+        Padded rows are passed as -inf. `lse` is not changed.
+
         Args:
             layer: The layer; -1 if none is named.
             lse: (B, H, S), of this rank's rows.
@@ -166,7 +168,10 @@ class LivePlan:
         )
 
     def _check(self, inputs: AttentionInputs, sequences: tuple[int, ...]) -> None:
-        """Check the inputs of an attention call. sequences: their numbers in the batch; () means any."""
+        """Raise ContextParallelError if the inputs of an attention call do not fit each other or this rank's plan.
+
+        sequences: their numbers in the batch; () means any.
+        """
         inputs.check()
         q, k, *_ = inputs
         for x, layout in (q, self.layout), (k, self.kv_layout or self.layout):
@@ -223,16 +228,18 @@ class LivePlan:
 def opened(
     live: LivePlan, sequences: int | None, *, local_attention: bool = True
 ) -> Iterator[Tensor]:
-    """Yield the handle of a plan, (sequences,) int64, for the forward AND the backward; the table has it until the end.
+    """Yield the handle of a plan, (sequences,) int64 on the host, inside `with`, for the forward AND the backward.
+
+    The table has the plan until the end.
 
     Args:
         live: The plan.
         sequences: Number of sequences of the batch; None means the number of sequences of the mask.
-        local_attention: Whether it is allowed that nothing runs over the plan, if no module is parallelised over the
-            mesh.
+        local_attention: Whether nothing needs to run over the plan, if no module is parallelised over the mesh.
 
     Raises:
-        ContextParallelError: At the end, nothing has run over the plan.
+        ContextParallelError: At the end, modules are parallelised over the mesh, and none of them has run.
+        ContextParallelError: At the end, nothing has run over the plan, and local_attention is False.
     """
     sequences = sequences or (1 if live.mask is None else live.mask.sequences)
     number = next(_numbers)
@@ -257,7 +264,9 @@ def opened(
 def flat_mesh(
     mesh: DeviceMesh, options: ContextParallelOptions
 ) -> tuple[DeviceMesh, tuple[ProcessGroup, ProcessGroup] | None]:
-    """Return the 1-D mesh of all ranks, and the groups of `LivePlan`.
+    """Return the 1-D mesh of all ranks, and the groups of `LivePlan`, which are None for a 1-D mesh.
+
+    All ranks of the mesh must call it.
 
     Args:
         mesh: The mesh: 1-D, or for `hybrid` 2-D.

@@ -150,7 +150,7 @@ def context_parallel(
 
     Args:
         mesh: 1-D; for `hybrid` 2-D, (ring, head group).
-        buffers: Tensors of any shape, the same on all ranks. The first has the global sequence length.
+        buffers: Tensors of any shape without gradients, the same on all ranks. The first has the sequence length.
         buffer_seq_dims: The sequence dimension of each buffer. The first rows of a longer buffer are cut.
         no_restore_buffers: Buffers that stay cut; None if absent.
         mask: Is intersected with the mask of each attention; None if absent.

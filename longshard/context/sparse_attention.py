@@ -140,7 +140,10 @@ def _operator_backward(
     plan: Tensor | None,
     settings: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, of latents, this rank's part of the gradient of `up`, and of the index."""
+    """Return the gradients of q, of latents, of `up`, and of the index's queries, keys and weights; a collective.
+
+    The gradient of `up` is this rank's part.
+    """
     call = _Call(inputs, plan, settings)
     q, latent, up, *index = inputs
     chosen = chosen[..., : call.how.per_query]

@@ -31,7 +31,8 @@ Rule = Callable[..., Any]
 def along(*names: str) -> Callable[[Rule], Rule]:
     """Return a decorator that registers a rule for calls whose argument `dim` is a sharded dimension.
 
-    If the shard has the dimension whole, each rank computes its shard.
+    If `dim` is not sharded, the rule is not called: each rank applies the function to its shard. If `dim` is None, the
+    call raises Unhandled.
 
     Args:
         *names: Names of the functions of torch.
@@ -93,7 +94,10 @@ def _normalize(function, x, p=2.0, dim=1, eps=1e-12, out=None) -> DomainTensor:
 
 @along("max", "min")
 def _extreme_of_rows(function, x, dim, keepdim=False) -> Any:
-    """Return the extreme and its place. Of equal extremes, the first one of the first rank that has it is taken."""
+    """Return the extremes and their indices in the whole tensor, as torch does.
+
+    Of equal extremes, the first one of the first rank that has it is taken.
+    """
     chosen = _best(x, dim, 1, lambda part, dim: function(part, dim, keepdim=True))
     return getattr(torch.return_types, function.__name__)(
         chosen if keepdim else [t.squeeze(dim) for t in chosen]
@@ -123,7 +127,9 @@ def _topk(function, x, k, dim=-1, largest=True, sorted=True) -> Any:
 
 
 def _best(x: DomainTensor, dim: int, number: int, choose: Callable) -> list[DomainTensor]:
-    """Return the values and indices of the best rows along a sharded dimension, whole on every rank.
+    """Return [values, indices] of the best rows along a sharded dimension, whole on every rank.
+
+    Indices count in the whole tensor.
 
     choose: takes a tensor and the dimension; returns values and places of the `number` best rows, or of all if fewer.
     """

@@ -74,7 +74,11 @@ def _attended(
     attn_mask: Any,
     options: _Options,
 ) -> DomainTensor:
-    """Return the attention of broadcast q, k and v: keys go round the ranks of the queries, or are gathered."""
+    """Return the attention of broadcast q, k and v.
+
+    If there is no mask, keys are sharded, and queries are not sharded over another group, keys go round the ranks. Else
+    keys are gathered.
+    """
     both = torch.cat([k, v], -1)
     rows = q.ndim - 2
     key_axis = both.domain.axes.get(rows)
@@ -258,8 +262,8 @@ def _with_extras(t: DomainTensor, static: Any, bias: Any, *, zero: bool) -> Doma
 def _both_masks(options: SimpleNamespace, q: DomainTensor, extras: int) -> Any:
     """Return the masks of positions and of padded keys as one mask to add to the scores; None if absent.
 
-    In a mask of truths, True hides a key. extras: number of keys after the others; the masks show them. If `is_causal`
-    describes the mask, and no weights are requested, the call is causal and needs no mask.
+    A boolean mask hides a key where it is True. extras: number of keys after the others, which no mask hides. If
+    `is_causal` is set, no keys are padded and no weights are requested, return None: the caller computes causally.
     """
     mask = options.attn_mask
     padding = options.key_padding_mask

@@ -63,16 +63,18 @@ class Unhandled(DomainOperatorError):
 def rule(
     *names: str, first_only: bool = False, by_element: bool = False, draws: bool = False
 ) -> Callable[[Rule], Rule]:
-    """Return a decorator that registers a rule for functions and methods of torch; a later rule replaces an earlier.
+    """Return a decorator that registers a rule for functions and methods of torch.
 
-    The rule is called as rule(function, *args, **kwargs) with at least one sharded `DomainTensor` among its arguments.
-    Before, torch's own function runs on tensors of the global shapes without data. So the result's global shape is
-    torch's. If torch returns a copy, but the rule's result shares memory with an argument, the result is copied.
+    It replaces an earlier rule of the same name. The rule is called as rule(function, *args, **kwargs) with at least
+    one sharded `DomainTensor` among its arguments. Before, torch's own function runs on tensors of the global shapes
+    without data. If the rule's result has another shape than torch's, `call` raises DomainOperatorError. If torch's
+    result is a view, the rule's result must not be changed in place.
 
     Args:
         *names: Names of the functions and methods.
         first_only: Whether only the first argument may be sharded; the rule gets other tensors as plain ones.
-        by_element: Whether the result is new, or shares memory on every rank alike; torch is not called before.
+        by_element: Whether all ranks' results are new, or all share memory with an argument. Then torch is not called
+            before.
         draws: Whether it draws random numbers; the rule is also called for domain tensors that are whole.
     """
 
@@ -282,8 +284,8 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
         **kwargs: Its keyword arguments.
 
     Raises:
-        DomainOperatorError: A tensor is sharded, and the function has no rule. Or a tensor may be a copy where torch
-            has a view, and the viewed tensor has been changed in place.
+        DomainOperatorError: A tensor is sharded, and the function has no rule, or gets `out`. Or a tensor may be a
+            copy where torch has a view, and the viewed tensor has been changed in place.
     """
     leaves = [*flat((args, kwargs))]
     tensors = [x for x in leaves if isinstance(x, DomainTensor)]
@@ -330,7 +332,7 @@ def _check_and_mark(
     inputs: list[DomainTensor],
     may_be_view: bool,
 ) -> None:
-    """Check the shapes of a rule's results, and mark results that may be views."""
+    """Mark results that may be views. If a result's shape is not torch's, raise DomainOperatorError."""
     outputs = [x for x in flat(result) if isinstance(x, DomainTensor)]
     if len(outputs) != len(seen):  # a rule of the user's own
         return

@@ -128,7 +128,7 @@ class Domain:
         """Return the domain of a result that every rank has whole in some dimensions.
 
         Args:
-            dims: These dimensions.
+            dims: These dimensions, not negative.
             keepdim: Whether the dimensions stay, with size 1; else they are dropped.
         """
         kept = {dim: axis for dim, axis in self.axes.items() if dim not in dims}

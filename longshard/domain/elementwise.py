@@ -130,7 +130,9 @@ def common_domain(
 
 
 def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
-    """Return the domain with the axes of all parts; the first axis of a dimension, and of a group of ranks, counts.
+    """Return the domain with the axes of all parts.
+
+    If a dimension, or a group of ranks, has several axes, the first one is kept, and the others are left out.
 
     Args:
         parts: Dimension to its axis, for each part.
@@ -144,7 +146,7 @@ def merged(parts: Iterable[Mapping[int, Axis]]) -> Domain:
 
 
 def own_part(x: AnyTensor, domain: Domain, shape: Sequence[int]) -> Tensor:
-    """Return the part of an operand that belongs to this rank's part of a result.
+    """Return the part of an operand that belongs to this rank's part of a result; a collective unless it fits already.
 
     Rows of other layouts move to their owners; if a tensor is whole, each rank takes its own rows. A dimension that is
     sharded over the same ranks as another dimension of the result moves by one all-to-all. Any other sharded dimension

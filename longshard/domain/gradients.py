@@ -107,7 +107,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
-    """Return the ranks over which wrappers average the gradients of parameters.
+    """Return the global ranks over which wrappers average the gradient of each parameter; others are left out.
 
     Raises:
         ValueError: A wrapper is FSDP1, or FSDP divides by a factor of the user.
@@ -135,7 +135,10 @@ def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
 
 
 def _average(parameters: Sequence[nn.Parameter], group: ProcessGroup) -> None:
-    """Average gradients over a group, in float32 at least. If a rank has no gradient and others have, it has zeros."""
+    """Average gradients over a group in place, with sums in float32 at least; a collective.
+
+    If a rank has no gradient and others have, it gets zeros before.
+    """
     device = local_part(parameters[0]).device
     has = torch.tensor(
         [p.grad is not None for p in parameters], dtype=torch.int32, device=device

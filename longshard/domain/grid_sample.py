@@ -17,6 +17,7 @@ def _grid_sample(
 ) -> DomainTensor:
     """Sample x, (N, C, H, W), at the points of grid, (N, rows, columns, 2). The result is sharded as the grid.
 
+    If the rows of x are sharded, and the grid is not sharded over these ranks, they divide the rows of the grid evenly.
     A rank asks for the rows of x from the first to the last row that its part of the grid reads; columns are gathered.
     """
     x, grid = (wrapped(t) for t in (x, grid))

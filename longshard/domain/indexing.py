@@ -40,7 +40,10 @@ _KIND = "rows by number"
 
 @rule("index_select")
 def _index_select(function, x, dim, index) -> DomainTensor:
-    """Select rows. index: 1-D. If it is sharded, the result has its rows; if whole, the ranks divide it evenly."""
+    """Select rows. index: 1-D. If it is sharded, the result has its rows.
+
+    If the index is whole, and the rows of x are sharded, their ranks divide the index evenly.
+    """
     x = wrapped(x)
     dim %= x.ndim
     row_axis = x.domain.axes.get(dim)
@@ -130,7 +133,7 @@ def _scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) 
 
 
 def _row_numbers(x: Any, dim: int, index: AnyTensor, src: Any) -> AnyTensor:
-    """Collapse an index that is expanded over the other dimensions to one number per row, 1-D."""
+    """Return an index that is expanded over the other dimensions as one number per row, 1-D. Another one is refused."""
     local = unwrapped(index)
     dim %= x.ndim
     others = [d for d in range(local.ndim) if d != dim]
@@ -281,7 +284,10 @@ def _own_sources(
 
 
 def _local_numbers(index: AnyTensor, row_axis: Axis | None) -> tuple[Tensor, Axis | None]:
-    """Return this rank's part of `index`, 1-D, and the axis over which ranks divide `index`; None if it is whole."""
+    """Return this rank's part of `index`, 1-D, and the axis over which ranks divide `index`; None if it is whole.
+
+    If `index` is whole and there is a `row_axis`, its ranks divide `index` evenly.
+    """
     if is_sharded(index):
         return index.local, index.domain.axes[0]
     index = unwrapped(index)
@@ -318,7 +324,9 @@ class _Asked:
 
 
 def rows_by_number(axis: Axis, numbers: Tensor, dim: int) -> tuple[Callable, Callable]:
-    """Return a function that takes rows from their owners by number, and its adjoint; a collective.
+    """Return a function that takes rows from their owners by number, and its adjoint.
+
+    This call and the calls of both functions are collectives.
 
     Args:
         axis: The axis of the rows.

@@ -59,7 +59,7 @@ def by_mask(x: AnyTensor, mask: AnyTensor) -> DomainTensor:
 
 
 def assign_by_mask(x: DomainTensor, mask: AnyTensor, value: Any) -> None:
-    """Set x[mask] = value in place.
+    """Set x[mask] = value in place; a collective if there are several rows.
 
     Args:
         x: The tensor, any shape.
@@ -101,7 +101,10 @@ def _dims_of(mask: AnyTensor, x: AnyTensor) -> int:
 
 
 def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
-    """Return which rank has which of the rows that a mask selects. counts: of each row, (blocks, rows of this rank)."""
+    """Return which rank has which of the rows that a mask selects; a collective.
+
+    counts: the selected rows at each row of this rank, (blocks, rows of this rank).
+    """
     ranges = sorted(
         (start, stop, rank)
         for rank, own in enumerate(axis.layout.ranges)

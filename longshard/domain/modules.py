@@ -143,7 +143,11 @@ def dry_run(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _names_in_errors(model: nn.Module) -> Iterator[None]:
-    """Add the name of the innermost running module to an error that is raised inside."""
+    """Add the name of the innermost running module to an error that is raised inside.
+
+    An error that the forward reads a value becomes a DomainOperatorError. A module that gets a sharded tensor is
+    checked by `_check_old_hooks`.
+    """
     running = []
     hooks = []
 
@@ -178,7 +182,7 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
 
 
 def _check_old_hooks(module: nn.Module) -> None:
-    """Refuse backward hooks of the old kind, which look for a node of the graph in the module's output."""
+    """Raise DomainOperatorError if a module has a hook of `register_backward_hook`, which would not run."""
     is_global = (
         torch_modules._global_backward_hooks and not torch_modules._global_is_full_backward_hook
     )
@@ -220,6 +224,8 @@ def check_layouts(tensors: Iterable[DomainTensor]) -> None:
 def same_draws(tensors: Iterable[DomainTensor]) -> Iterator[None]:
     """Warn if functions that run inside draw random numbers, and the ranks have different random states.
 
+    If random numbers were drawn, the end is a collective.
+
     Args:
         tensors: The sharded tensors, of any shape.
 
@@ -256,7 +262,7 @@ class _Draws(TorchDispatchMode):
 
 
 def _are_equal(said: bytes, tensors: Iterable[DomainTensor]) -> bool:
-    """Return whether all ranks of the domains pass the same bytes; if not, every rank gets False."""
+    """Return whether all ranks of the domains pass the same bytes; if not, every rank gets False. A collective."""
     number = int.from_bytes(hashlib.sha256(said).digest()[:7]) + 1
     groups = {id(axis.group): axis.group for x in tensors for axis in x.domain.axes.values()}
     for group in filter(has_peers, groups.values()):

@@ -269,7 +269,7 @@ def _cut(x: Tensor, places: Sequence[Tensor]) -> Tensor:
 
 
 def _mask(tiles: tuple[Tiles, ...], groups: int, device: torch.device) -> Tensor | None:
-    """Return which query of a tile sees which key, (groups * queries, keys); None if each sees all."""
+    """Return which query of a tile sees which key, (groups * queries, keys), True if it does; None if each sees all."""
     if all(window == (0, len(each.keys[0])) for each in tiles for window in each.windows):
         return None
     mask = torch.ones(1, 1, dtype=torch.bool, device=device)

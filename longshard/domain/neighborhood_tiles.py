@@ -33,7 +33,7 @@ class Neighborhood(NamedTuple):
     causal: bool = False
 
     def window(self, place: int, length: int) -> Range:
-        """Return the keys [first, stop) of a query, in places of its class.
+        """Return the keys [first, stop) of a query, in places of its class: rows of one remainder modulo `dilation`.
 
         Args:
             place: The place of the query in its class.
@@ -132,7 +132,7 @@ class Tiles(NamedTuple):
 def tiles_of(
     queries: Ranges, keys: Ranges, length: int, fields: Hood, rows: int, single: bool
 ) -> tuple[Tiles, ...]:
-    """Cut queries into tiles; return tiles together that see keys in the same way.
+    """Return the queries cut into tiles. Tiles with the same windows, counted from their first key, are one `Tiles`.
 
     Args:
         queries: The rows of the axis that the rank has.
@@ -140,7 +140,7 @@ def tiles_of(
         length: Number of rows of the axis.
         fields: The neighbourhood.
         rows: Number of queries of a tile, a multiple of the stride.
-        single: Whether each tile is returned alone.
+        single: Whether each tile is a `Tiles` of its own.
 
     Returns:
         The tiles.
@@ -183,10 +183,10 @@ def _places(rows: Iterable[np.ndarray], held: Ranges) -> Table:
 def rows_of_tiles(
     fields: tuple[Hood, ...], lengths: tuple[int, ...], most: int
 ) -> tuple[tuple[int, ...], bool]:
-    """Return for each axis the rows of a tile, and whether the backward cuts keys out again, because tiles overlap.
+    """Return the rows of a tile for each axis, and whether the backward cuts keys out again.
 
-    A tile has about the same number of rows as the kernel, so that a tile's mask has at most `most` elements. The mask
-    is larger only if a single group of queries needs it.
+    It does if tiles overlap so much that their keys are too large to keep. A tile has about the same number of rows as
+    the kernel. If its mask would have more than `most` elements, the tile is smaller, but not below one stride.
 
     Args:
         fields: The neighbourhood of each axis.

@@ -111,6 +111,8 @@ def normal(x: DomainTensor, dtype: torch.dtype) -> DomainTensor:
 def uniform(x: DomainTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DomainTensor:
     """Return numbers in [0, 1) of a global shape; a dimension is sharded as in x if the sizes are equal.
 
+    Each call draws a key from torch's random state of the CPU, which must be the same on all ranks of the domain.
+
     Args:
         x: The tensor, any shape.
         shape: The global shape.

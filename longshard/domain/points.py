@@ -29,7 +29,8 @@ def nearest(
 ) -> tuple[DomainTensor, DomainTensor]:
     """Return distances and global numbers of the k nearest points of each query, nearest first: both (M, k).
 
-    The results are sharded as the queries.
+    The results are sharded as the queries, and have no gradients. Of equal distances, the point with the lower number
+    is first. A collective if the points are sharded.
 
     Args:
         queries: (M, D), sharded in its first dimension, or whole.
@@ -58,7 +59,7 @@ def within(
     """Return global numbers of the points within a radius of each query, nearest first, and which of them exist.
 
     Both are (M, at_most), sharded as the queries. If there are more points, the nearest are taken. If there are fewer,
-    the other numbers are 0.
+    the other numbers are 0. A collective if the points are sharded.
 
     Args:
         queries: (M, D), as for `nearest`.
@@ -119,7 +120,10 @@ def _with_halo(
     reach: Tensor,
     axis: Axis | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the points within reach of this rank's queries, in order, and their numbers; a collective."""
+    """Return the points within reach of this rank's queries, and their numbers, ascending; a collective.
+
+    Points of this rank are all returned. There may be points that are out of reach.
+    """
     if axis is None or axis.degree == 1:
         return p, numbers
     if len(q):

@@ -35,6 +35,8 @@ def contracted(
 ) -> DomainTensor:
     """Return the sum of products of operands over all indices that the result lacks.
 
+    A collective if operands move, or if a summed index is sharded.
+
     Args:
         operands: The operands, of any shape.
         indices: The names of the dimensions of each operand; a dimension of size 1 is broadcast.

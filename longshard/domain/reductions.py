@@ -69,8 +69,8 @@ def _variance(
 ) -> DomainTensor:
     """Compute the variance, or its root if the function is named `std`.
 
-    As in torch, CPUs use float64. Without a positive divisor the result is infinite or NaN. A root of 0 has no
-    gradient.
+    As in torch, it is computed in float64 on CPUs, and in float32 at least on GPUs. Without a positive divisor the
+    result is infinite or NaN. A root of 0 has the gradient 0.
     """
     if isinstance(dim, bool):  # the first argument may be `unbiased`
         unbiased = dim

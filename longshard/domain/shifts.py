@@ -38,7 +38,7 @@ def _flip(function, x, *args, dims=None) -> DomainTensor:
 
 @rule("roll")
 def _roll(function, x, shifts, dims=None) -> DomainTensor:
-    """Roll. The layouts stay. A dimension may be named twice."""
+    """Roll. The layouts stay. A dimension may be named twice. A roll without `dims` is refused."""
     refuse_unless(dims is not None, "a roll of the flattened tensor; name the dimensions")
     local = x.local
     both = (value if isinstance(value, Sequence) else (value,) for value in (shifts, dims))

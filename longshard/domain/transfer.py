@@ -102,11 +102,11 @@ def _moved(x: Tensor, source: Axis, source_dim: int, target: Axis, target_dim: i
 
 
 def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
-    """Return x with some dimensions whole on every rank; the ranks' gradients are summed.
+    """Return x with some dimensions whole on every rank, a collective; the ranks' gradients are summed.
 
     Args:
         x: The tensor, any shape.
-        dims: The dimensions; None means all.
+        dims: The dimensions, not negative; whole ones are ignored. None means all.
     """
     dims = tuple(x.domain.axes) if dims is None else dims
     local = x.local
@@ -153,7 +153,7 @@ def to_dtensor(x: DomainTensor, mesh: DeviceMesh) -> DTensor:
 
 
 def from_dtensor(x: DTensor) -> DomainTensor:
-    """Return a DTensor as a domain tensor.
+    """Return a DTensor as a domain tensor. Partial placements are summed first, by a collective.
 
     Args:
         x: The DTensor, any shape; each of its dimensions is sharded over at most one dimension of its mesh.
@@ -195,7 +195,7 @@ def scatter(
     device: torch.device | str = "cpu",
     source: Mapping[int, int] | None = None,
 ) -> Tensor:
-    """Return this rank's shard of a tensor that one rank has. No other rank ever has it whole. Not differentiable.
+    """Return this rank's shard of a tensor that only one rank ever has whole; a collective, not differentiable.
 
     With several axes the source cuts the first axis, and the ranks that get its slabs cut the next one.
 
@@ -240,9 +240,9 @@ def scatter(
 
 
 def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> Tensor:
-    """Return this rank's shard of an array on disk, such as of zarr, HDF5 or numpy.memmap; only its part is read.
+    """Return this rank's shard of an array on disk, such as of zarr, HDF5 or numpy.memmap, on the CPU.
 
-    If the rank has several ranges of an axis, they are read one by one.
+    Only its part is read, and nothing is sent. If the rank has several ranges of an axis, they are read one by one.
 
     Args:
         source: The array; has a `shape` and takes a tuple of slices.

@@ -71,13 +71,13 @@ def _reshape_rule(function, x, *args, **kwargs) -> Any:
 
 
 def _reshaped(x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
-    """Merge or split dimensions.
+    """Return x with merged or split dimensions.
 
-    If a sharded dimension is split, the first of its new dimensions whose rows the shards hold whole is sharded.
+    If a sharded dimension is split, the result is sharded in the first new dimension at whose rows all shards end. If
+    none fits, rows are sent, so that the shards end at rows of the first new dimension.
 
     If a sharded dimension is merged after whole dimensions, a shard has a range for each of their rows. If it is merged
-    after another sharded dimension, as width after height, it is gathered. If no new dimension fits the shards, their
-    ends move to the next rows of the first new dimension.
+    after another sharded dimension, as width after height, it is gathered.
     """
     if not x.numel():
         raise Unhandled("it has no elements")
@@ -166,7 +166,7 @@ def _refitted(
 
 @rule("expand", "expand_as")
 def _expanded(function, x, *sizes) -> Any:
-    """Expand dimensions of size 1."""
+    """Expand dimensions of size 1. One that is sharded is gathered before."""
     if function.__name__ == "expand_as":
         sizes = sizes[0].shape
     if not is_sharded(x):
@@ -284,7 +284,7 @@ def _concatenated(function, tensors, dim=0) -> DomainTensor:
 def _sliced(function, x, index) -> DomainTensor:
     """Index by slices, numbers, None, an ellipsis and tensors of numbers.
 
-    Rows of slices stay on their rank; of a single row every rank gets a copy.
+    Rows of slices stay on their rank. If a number indexes a sharded dimension, every rank gets a copy of the row.
     """
     index = index if isinstance(index, tuple) else (index,)
     index = tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in index)
@@ -301,7 +301,10 @@ def _sliced(function, x, index) -> DomainTensor:
 
 @rule("__setitem__")
 def _assigned(function, x, index, value) -> None:
-    """Change rows on their rank. A sharded value for a whole tensor is gathered."""
+    """Change rows on their rank, in place. A sharded value for a whole tensor is gathered.
+
+    If x may be a copy where torch has a view, or a tensor of numbers indexes x, the call is refused.
+    """
     if not is_sharded(x):
         if not isinstance(value, DomainTensor):
             raise Unhandled("rows that are changed by number")
@@ -322,7 +325,10 @@ def _assigned(function, x, index, value) -> None:
 
 
 def _own_index(x: DomainTensor, index: Any) -> tuple[tuple, Domain, list[int]]:
-    """Return the index of the shard, the domain of its result, and the result's dimensions that a number indexes."""
+    """Return the index of the shard, the domain of its result, and the result's dimensions that a number indexes.
+
+    Such a dimension has size 1 on the rank that has the row, and size 0 on others. Tensors as indices are refused.
+    """
     index = index if isinstance(index, tuple) else (index,)
     if any(not (i is None or i is Ellipsis or type(i) in (slice, int)) for i in index):
         raise refused(
@@ -364,7 +370,9 @@ def _cut(axis: Axis, part: tuple[int, int, int]) -> tuple[Axis, slice | list[int
 def _chosen(
     owned: Shards, rank: int, part: tuple[int, int, int]
 ) -> tuple[int, Shards, tuple[int, ...]]:
-    """Return the number of rows, the ranges of each rank, and this rank's rows in its shard (step 1: their ends).
+    """Return the number of chosen rows, each rank's ranges of the result, and this rank's chosen rows as places.
+
+    The places count in the rank's shard. With step 1 they are only the first one and the end.
 
     part: start, stop and step of the rows that are chosen.
     """

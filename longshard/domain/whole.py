@@ -3,7 +3,7 @@
 The call runs on contiguous tensors of the global shapes without data, so every rank gets the same answer. If torch
 refuses the call, it is refused on every rank before anything is sent.
 
-State of the process: The answers of torch for calls with whole tensors, by shapes and strides, at most 4,096, so that a
+State of the process: The answers of torch for calls with whole tensors, by shapes and types, at most 4,096, so that a
 plan is computed once.
 """
 
@@ -65,7 +65,9 @@ _CACHE: dict[Any, tuple[Seen, ...] | None] = {}
 def results(
     function: Callable, args: tuple, kwargs: dict, kinds: tuple[type, ...]
 ) -> tuple[Seen, ...] | None:
-    """Return the results that torch has for whole tensors; None if they cannot be known without data.
+    """Return the results that torch has for whole tensors; cached.
+
+    None if they cannot be known without data, and in compiled code.
 
     Args:
         function: The function.

@@ -213,7 +213,10 @@ def _conv_transpose(
 
 
 def _cut(tile: Tile, window: Window) -> tuple[int, int, int]:
-    """Return of a tile's transposed convolution: the first wanted output, how many there are, how many are missing."""
+    """Return the first wanted output of a tile's transposed convolution, and the numbers of wanted and missing ones.
+
+    Missing outputs are wanted ones beyond the end of the computed outputs.
+    """
     (start, stop), (first, last) = tile
     offset = first * window.stride - window.before
     computed = (last - first - 1) * window.stride + window.reach + 1
@@ -290,7 +293,10 @@ def _avg_pool(
 
 @rule(*_numbers("adaptive_avg_pool"), *_numbers("adaptive_max_pool"))
 def _adaptive_pool(function, x, output_size, return_indices=False) -> DomainTensor:
-    """Pool. In a sharded dimension each output is a mean, or a maximum, over ranks, and whole on every rank."""
+    """Pool. The result is whole in a sharded dimension, in which each output is a mean, or a maximum, over ranks.
+
+    If the output size of a dimension is None, the dimension stays as it is. Indices are refused.
+    """
     refuse_unless(not return_indices, "the indices of a pool")
     dims = range(x.ndim - int(function.__name__[-2]), x.ndim)
     reduction = torch.mean if function.__name__[:12] == "adaptive_avg" else torch.amax

@@ -29,10 +29,10 @@ class AttendedLayers:
     def covered(
         self, root: nn.Module, modules: Mapping[str, nn.Module]
     ) -> list[tuple[str, nn.Module]]:
-        """Return the attention modules and layers of a model, to be watched by `before` and `after`.
+        """Return (name, module) of the attention modules and layers of a model, to be watched by `before` and `after`.
 
         The context does not see a call from another thread, from a function compiled by torch.jit or from a C++
-        library. The module of such a call counts none.
+        library. Then `end` finds that the module did not attend.
 
         Args:
             root: The model.
@@ -52,7 +52,7 @@ class AttendedLayers:
         return watched
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Hook before the forward of a module.
+        """Note the number of attention calls before the forward of a module; a hook.
 
         Args:
             module: The module.
@@ -72,7 +72,7 @@ class AttendedLayers:
     def after(
         self, name: str, module: nn.Module, args: tuple, kwargs: dict, result: object
     ) -> None:
-        """Hook after the forward of a module.
+        """Note whether attention ran in the forward of a module; a hook. A recomputation does not count.
 
         Args:
             name: The name of the module.
@@ -100,6 +100,8 @@ class AttendedLayers:
 
     def end(self, root: nn.Module) -> str | None:
         """Return why the forward of a model, which ends, is refused; None if it is not.
+
+        For a model that runs inside another watched model, return None.
 
         Args:
             root: The model.

@@ -195,12 +195,13 @@ def _transformers_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """Return None if the mask is causal or full, and a note for `_transformers_attention` if it hides distant tokens.
+    """Return None if the mask is causal or full, a note if it hides distant tokens, else a dense mask.
 
-    A note is the size of a window; the negative size if the form is not a window.
+    A note is an int32 tensor on the CPU, expanded to (1, 1, q_length, kv_length), which `_transformers_attention`
+    reads. It is the size of a window; the negative size if the form is not a window.
 
     Some models have their window in the mask only (Qwen2-MoE, Phimoe); the mask here has the length of a rank's part.
-    Any other mask is returned as a dense mask, which attention refuses.
+    Attention refuses a dense mask.
     """
     may_skip = others.get("allow_is_causal_skip", True) or others.get(
         "allow_is_bidirectional_skip", False

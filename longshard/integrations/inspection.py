@@ -81,7 +81,7 @@ class Allowed:
         self._used = set()
 
     def has(self, module: nn.Module | None, name: str) -> bool:
-        """Return whether a module, or a kind of layers, is allowed.
+        """Return whether a module, or a kind of layers, is allowed. The entries that name it are no longer `unused`.
 
         Args:
             module: The module; None for a kind of layers.

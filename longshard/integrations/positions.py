@@ -33,7 +33,9 @@ class Positions:
         self.flags = 0
 
     def see(self, positions: object) -> bool:
-        """Check a value that may be positions: an integer tensor (..., tokens of this rank).
+        """Compare a value that may be positions with the rank's tokens, and note differences in `flags`.
+
+        Positions are an integer tensor, (..., tokens of this rank).
 
         Args:
             positions: The value.
@@ -67,7 +69,7 @@ class Positions:
             self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)
 
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
-        """Return why positions are wrong; None if all ranks count the sequence or documents.
+        """Return why positions are wrong; None if all ranks count the sequence or documents. Reset this rank's flags.
 
         Args:
             flags: The flags of each rank.

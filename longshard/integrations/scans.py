@@ -146,7 +146,7 @@ def _starts(mask: Mask, number: int) -> np.ndarray:
 
 
 def _convolution(where: Where, hidden_states, weight, bias, activation, **_: Any) -> Tensor:
-    """Compute a causal convolution over all ranks.
+    """Compute a causal convolution over all ranks, and its activation, if it has one.
 
     hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S).
     """
@@ -235,13 +235,15 @@ _KNOWN: dict[str, Callable] = {
 
 
 def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
-    """Replace known functions in the files of the modules' classes; return modules that are then exact over ranks.
+    """Replace known functions in the files of the modules' classes, so that they run over ranks inside a context.
+
+    The functions are replaced for the whole process. A second call for the same classes changes nothing.
 
     Args:
         modules: The modules.
 
     Returns:
-        The exact modules, and exact parts of modules.
+        The modules that are exact over ranks by these functions, and all their submodules.
     """
     exact = set()
     for module in modules:
@@ -257,7 +259,10 @@ def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 @lru_cache(maxsize=1024)
 def _bound(cls: type[nn.Module]) -> frozenset[str]:
-    """Replace the known functions in the file of a class that its forward calls; return the names of all of them."""
+    """Replace the known functions in the file of a class that its forward calls.
+
+    Return their names, also of functions that were replaced before. A function with other arguments is left as it is.
+    """
     forward = inspect.unwrap(getattr(cls, "forward", None))  # a class of torch.jit has none
     called = inspect.getclosurevars(forward).globals if inspect.isfunction(forward) else {}
     bound = set()

@@ -123,7 +123,7 @@ class ModelWatch(ExitStack):
     def _around(
         self, module: nn.Module, before: Callable, after: Callable | None = None
     ) -> None:
-        """Call functions before and after the forward of a module."""
+        """Call functions before and after the forward of a module, until the watch ends."""
         before = outside_of_graphs(before)
         self.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
         if after is not None:

@@ -44,7 +44,7 @@ def all_reduce(x: Tensor, over: Ranks, op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, over: Ranks) -> Tensor:
-    """Return the `x` of every rank, in the order of the ranks: (size, *x.shape).
+    """Return the `x` of every rank, in the order of the ranks: (size, *x.shape). Not differentiable.
 
     Args:
         x: A tensor of one shape on all ranks, any shape.
@@ -134,7 +134,9 @@ def send_receive(
     kind: str,
     arrived: Callable[[], None] | None = None,
 ) -> Pending:
-    """Start all transfers of this rank; skip empty tensors. Two ranks must list their transfers in the same order.
+    """Start all transfers of this rank; skip empty tensors.
+
+    Two ranks must list the transfers between them in the same order.
 
     Args:
         transfers: The transfers of this rank.
@@ -285,6 +287,8 @@ def send_rows(
     kind: str,
 ) -> Tensor:
     """Send consecutive rows of x to the ranks: the first sent[0] rows to rank 0, the next sent[1] rows to rank 1, ...
+
+    A collective, which waits for the rows. Not differentiable.
 
     Args:
         x: The rows, (rows, ...), in the order of the ranks that get them.

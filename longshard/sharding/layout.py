@@ -78,7 +78,9 @@ class AxisLayout:
         return np.concatenate([self.indices(rank) for rank in range(self.degree)])
 
     def cut(self, pieces: int, *, multiple_of: int = 1) -> "AxisLayout":
-        """Return the layout in which each shard is cut into pieces; rank r becomes the ranks from r * pieces on.
+        """Return the layout in which each shard is cut into pieces, over `pieces` times the ranks.
+
+        Rank r becomes the ranks from r * pieces to (r + 1) * pieces - 1.
 
         Args:
             pieces: Number of pieces of each shard.
@@ -180,7 +182,9 @@ LAYOUTS = {"head_tail": head_tail, "contiguous": contiguous}
 
 
 def _cuts(seq_len: int, pieces: int, multiple_of: int) -> list[int]:
-    """Return the ends of pieces of almost equal length, all multiples of `multiple_of`, the longer ones first.
+    """Return the borders of pieces of almost equal length, from 0 to `seq_len`: pieces + 1 numbers.
+
+    Lengths are multiples of `multiple_of`, the longer ones first.
 
     Raises:
         ValueError: `multiple_of` does not divide the length, the length is negative, or a number is below 1.

@@ -38,7 +38,7 @@ def aligned(length: int) -> int:
 
 
 def union(ranges: Iterable[Range]) -> Ranges:
-    """Return all numbers of some ranges.
+    """Return all numbers of some ranges, as ascending ranges that do not touch.
 
     Args:
         ranges: The ranges, in any order; they may overlap and be empty.
@@ -130,10 +130,10 @@ class Offsets:
         return self._before[i] + min(number, self.ranges[i][1]) - self._starts[i]
 
     def places(self, parts: Sequence[Range]) -> Ranges:
-        """Return the places of `parts`; adjacent places become one range. Results are cached.
+        """Return the places of `parts`, ascending; adjacent places become one range. Results are cached.
 
         Args:
-            parts: Ranges; each is inside one of the ranges of this object.
+            parts: Ranges, none empty; each is inside one of the ranges of this object.
         """
         places = self._places.get(parts := tuple(parts))
         if places is None:

@@ -80,10 +80,11 @@ def layout_of(axis: Axis | None, length: int) -> tuple[AxisLayout, int]:
 
 @planned
 def plan_rows(owned: Shards, length: int, wanted: Wanted, periodic: bool) -> tuple[Wanted, str]:
-    """Return the rows that each rank wants, and their source.
+    """Return the rows that each rank wants, without empty ranges, and their source.
 
-    The source is `own` (each rank wants exactly its own rows), `local` (no rank wants rows of another rank) or `ranks`.
-    The wishes of all ranks decide it, so that either all ranks communicate or none does.
+    If the axis is periodic, the rows are on the axis. The source is `own` (each rank wants exactly its own rows),
+    `local` (no rank wants rows of another rank) or `ranks`. The wishes of all ranks decide it, so that either all ranks
+    communicate or none does.
 
     Args:
         owned: For each rank, the rows that it owns.

@@ -36,7 +36,9 @@ def planned(function: F) -> F:
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> int:
-    """Return a 63-bit hash of names, shapes and bytes, which is the same in every process. Ranks compare tensors by it.
+    """Return a 63-bit hash of names, shapes, types and bytes, which is the same in every process.
+
+    Ranks compare tensors by it. The order of the mapping does not matter. Each tensor is copied to the CPU.
 
     Args:
         tensors: Name to tensor, any shape.

@@ -86,7 +86,7 @@ class WindowPlan:
 
 @lru_cache(maxsize=1024)
 def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> WindowPlan:
-    """Return the plan of a convolution or a pooling.
+    """Return the plan of a convolution or a pooling. The owner of row i * stride computes the output i.
 
     Args:
         layout: The layout of the inputs.
@@ -119,6 +119,8 @@ def window_plan(layout: AxisLayout, window: Window, *, within: bool = False) -> 
 @lru_cache(maxsize=1024)
 def transposed_plan(layout: AxisLayout, window: Window) -> WindowPlan:
     """Return the plan of a transposed convolution: input i adds to the outputs i * stride - before + j * dilation.
+
+    The owner of input i computes the outputs [i * stride, (i + 1) * stride).
 
     Args:
         layout: The layout of the inputs.

@@ -44,7 +44,10 @@ def build_execution(
     gpu: GpuKernels = GPU_KERNELS,
     needs: KernelNeeds = NO_NEEDS,
 ) -> Execution:
-    """Return a plan bound to a kernel and to communicators. It is cheap, because lowered calls are cached.
+    """Return a plan bound to a kernel and to communicators.
+
+    With NCCL, the first call for a group is a collective, because it makes communicators. Later calls are cheap,
+    because lowered calls are cached.
 
     Args:
         plan: The plan.
@@ -54,6 +57,9 @@ def build_execution(
         waiting: The rows that wait between the chunks of a sequence, if the plan is for a chunk. Else None.
         gpu: The GPU kernels of this process.
         needs: What the attention needs of the kernel; the plan sets `calls` and `largest`.
+
+    Raises:
+        OptionError: The kernel that the options name cannot compute the plan.
     """
     device_type = q.device.type
     calls = max(len(stage.tiles) for stage in plan.forward)
@@ -82,11 +88,11 @@ def build_execution(
 
 
 def own_group(group: ProcessGroup, purpose: str, device_type: str) -> ProcessGroup:
-    """Return a group of the same ranks for one purpose if a communicator is a queue; else the group itself.
+    """Return a new NCCL group of the same ranks for one purpose. If the group is not NCCL or has one rank, return it.
 
-    A mesh of all ranks has the default group, in which K/V would wait behind the collectives of FSDP. Kernels of
-    the new group have high priority. The first use is a collective: NCCL must not start with messages of some ranks.
-    The new group is split off this one where it can be: `new_group` would split the job's group, which takes all ranks.
+    An NCCL communicator is a queue: in the default group, K/V would wait behind the collectives of FSDP. Kernels of the
+    new group have high priority. The first call for a purpose is a collective over the group. Later calls return the
+    same group.
 
     Args:
         group: The group.
@@ -104,6 +110,9 @@ def own_group(group: ProcessGroup, purpose: str, device_type: str) -> ProcessGro
 
 def same_ranks(group: ProcessGroup, description: str) -> ProcessGroup:
     """Return a new communicator of high priority for the ranks of a group, with the same time-out.
+
+    A collective over the group. If the group can be split, the communicator is split off the group. `new_group` would
+    split the job's group, a collective over all ranks.
 
     Args:
         group: The group.

@@ -91,11 +91,11 @@ class ChunkRows:
         return held[0], self.gradients.pop(key).take()
 
     def add(self, key: tuple[int, int], ranges: Ranges, gradient: Tensor) -> None:
-        """Add the gradients of some rows of a chunk.
+        """Add the gradients of some waiting rows of a chunk.
 
         Args:
             key: The layer and the chunk.
-            ranges: The rows.
+            ranges: The rows, as positions in the sequence; each is a row that `hold` was given.
             gradient: Their gradients, (rows, *row_shape); the caller must not use it afterwards.
         """
         offsets = self.rows[key][0]
@@ -142,7 +142,10 @@ class ChunkExecution(StagedExecution):
         return super().forward(*qkv, terms=terms)
 
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
-        """Begin to fetch the rows of the next stage."""
+        """Begin to fetch the next stage's rows, and the sums of gradients that its backward needs.
+
+        Return the K/V of the stage and the pending copy. If there is no next stage, return `held`.
+        """
         if following is None:
             return held, Pending()
         stage = following.stage
@@ -165,7 +168,10 @@ class ChunkExecution(StagedExecution):
         return Held(*unpack(rows), rows, stage.places), Pending(kept=[source], arrived=arrived)
 
     def _return_gradients(self, item: Item, gradient: Tensor) -> Returning:
-        """Add to the gradients of an earlier chunk; add the gradients from later chunks to this chunk's own."""
+        """Add the gradients of a stage of an earlier chunk to that chunk's waiting sums.
+
+        If the stage is this chunk's own, add the gradients from later chunks to `gradient` in place.
+        """
         for message in item.stage.home:
             self.waiting.add((self.layer, message.target), message.ranges, gradient)
         key = self.layer, self.plan.rank

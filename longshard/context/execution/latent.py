@@ -33,7 +33,7 @@ def expanded(latent: Tensor, up: Tensor, key_dim: int) -> tuple[Tensor, Tensor]:
     """Return keys, (B, H, T, N + P), and values, (B, H, T, V).
 
     Args:
-        latent: The latents, (B, 1, T, W).
+        latent: The latents, (B, 1, T, R + P).
         up: (H, N + V, R).
         key_dim: N + P.
     """
@@ -76,7 +76,7 @@ class Expansion:
         self.gradient = None if sum_dtype is None else torch.zeros_like(up, dtype=sum_dtype)
 
     def groups(self, latent: Tensor) -> Iterator[slice]:
-        """Return the slices of heads that are expanded at a time.
+        """Return the slices of heads that are expanded at a time: at most `EXPANDED_BYTES`, at least one head.
 
         Args:
             latent: The latents, (B, 1, T, W).

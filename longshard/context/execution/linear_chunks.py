@@ -172,6 +172,8 @@ class Chunks:
     def states(self, ends: KnownStates, maps: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Return the states before all chunks, (B, H, N, K, V), and the states after fragments, (B, F, H, K, V).
 
+        `ends` gets the state after each fragment, the first fragment first.
+
         Args:
             ends: The states before fragments.
             maps: The maps of the runs of each fragment; None for each if all fragments are one run.
@@ -220,7 +222,9 @@ class Chunks:
         return self.reads.mT @ dout, self.q_in.mT @ dout
 
     def biases(self, read: Read) -> list[Tensor]:
-        """Return the gradients of the states before the runs of each fragment, if the gradients after them are zero.
+        """Return the gradients of the states before runs, (B, H, R, K, V) for each fragment.
+
+        The gradients of the states after the runs count as zero. `read` is not changed.
 
         Args:
             read: As returned by `read`.
@@ -245,7 +249,7 @@ class Chunks:
 
         state: gradients of the states after the runs.
         read: as returned by `read`.
-        keep: whether the first tensor of `read` becomes the gradient of the additions of tokens.
+        keep: whether to write the gradients of the additions of tokens to the first tensor of `read`.
         """
         dadded, reads = read
         steps = []
@@ -268,7 +272,8 @@ class Chunks:
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of the additions of tokens, (B, H, N, C, V), and of the states after all chunks.
 
-        The first result is written to `read`.
+        The first result is the first tensor of `read`, changed in place. `ends` gets the gradient of the state before
+        each fragment, the last fragment first.
 
         Args:
             read: As returned by `read`.
@@ -291,7 +296,7 @@ class Chunks:
         dadded: Tensor,
         dafter: Tensor,
     ) -> Inputs:
-        """Return the gradients of the inputs; the gradient of `decay` belongs to the running sums.
+        """Return the gradients of the inputs. The gradient of `decay` is with respect to its running sums.
 
         Args:
             dout: The gradient of the outputs, (B, H, N, C, V).
@@ -334,10 +339,12 @@ def one_token(
     log_decay: Tensor,
     beta: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the state after one token, (B, H, K, V), and its output, (B, H, V).
+    """Return the state after one token, (B, H, K, V), and its output, (B, H, V), both in the dtype of `state`.
+
+    The caller multiplies the output by the scale.
 
     Args:
-        state: The state before the token, (B, H, K, V).
+        state: The state before the token, (B, H, K, V); not changed.
         q: The query, (B, H, K), or with fewer heads: each serves the same number of heads of v.
         k: The key, in the shape of q.
         v: The value, (B, H, V).

@@ -38,7 +38,8 @@ This error is smaller than the error of the kernels' products.
 def runs_kernels(x: Tokens) -> bool:
     """Return whether the kernels compute these tokens: on a GPU, in half precision, if the package is installed.
 
-    They take no tensors of other classes, such as the tensors that are traced to plan a job's memory.
+    They take no decays per channel without erasure. They take no tensors of other classes, such as the tensors that are
+    traced to plan a job's memory.
 
     Args:
         x: The tokens.
@@ -148,7 +149,7 @@ class KernelPass:
         return self._joined(out, self._inputs[2]), entries, last
 
     def begin_backward(self, dout: Tensor, entries: Tensor) -> None:
-        """Begin the backward: run the forward again, with gradients.
+        """Begin the backward: run the forward again, and keep its graph for `biases` and `backward`.
 
         Args:
             dout: The gradient of the outputs, (B, S, H, V).
@@ -165,7 +166,10 @@ class KernelPass:
             self._nodes[length] = leaves, (out, after), self._batch(dout.to(out.dtype), length)
 
     def biases(self) -> Tensor:
-        """Return the gradients of the states before fragments, of `shape`, if the gradients after them are zero."""
+        """Return the gradients of the states before fragments, of `shape`, if the gradients after them are zero.
+
+        Call `begin_backward` before it, and `backward` after it.
+        """
         biases = torch.empty_like(self.zeros)
         for length, numbers in self._groups.items():
             leaves, results, dout = self._nodes[length]
@@ -175,7 +179,9 @@ class KernelPass:
         return biases
 
     def backward(self, ends: KnownStates) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, log_decay and beta. If the recurrence has no beta, ignore the last one.
+        """Return the gradients of q, k, v, log_decay and beta, and free the graph of `begin_backward`.
+
+        If the recurrence has no beta, the last result is a placeholder.
 
         Args:
             ends: The gradients of the states after fragments.
@@ -226,9 +232,9 @@ class KernelPass:
 
 
 def _by_kernels(tokens: Sequence[Tensor], state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Run the recurrence over each sequence of a batch, from its state: outputs, (N, T, H, V), and states after it.
+    """Return the outputs of the recurrence over each sequence of a batch, (N, T, H, V), and the states after it.
 
-    tokens: q, k, v, log_decay and, with erasure, beta; state: (N, H, K, V).
+    tokens: q, k, v, log_decay and, with erasure, beta; state: the states before it, (N, H, K, V).
     """
     options = {"scale": scale, "initial_state": state, "output_final_state": True}
     if len(tokens) == 4:

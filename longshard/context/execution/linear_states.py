@@ -71,10 +71,13 @@ def _moved_on(transition: Tensor, state: Tensor, *, reverse: bool = False) -> Te
 def through_runs(state: Tensor, maps: Tensor | None, *, reverse: bool) -> tuple[Tensor, Tensor]:
     """Return the states before the runs of a fragment, (B, H, R, K, V), and the state after the fragment.
 
+    The first result has the order of the runs, also with `reverse`.
+
     Args:
         state: The state before the fragment, (B, H, K, V).
-        maps: The maps of the runs, (B, H, R, K, V + width); None for one run: then the state after it is not known.
-        reverse: Whether the last run comes first.
+        maps: The maps of the runs, (B, H, R, K, V + width). None for one run: then the second result is `state`, not
+            the state after the fragment.
+        reverse: Whether to go from the last run to the first, with transposed transitions.
     """
     if maps is None:
         return state.unsqueeze(2), state

@@ -22,9 +22,9 @@ _without_kernel: set[str] = set()  # types of devices on which the kernel failed
 def merge(total_out: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge the results of attention over other keys into a total, in place.
 
-    If a query has seen no key yet, its total is output 0 and log-sum-exp -inf. In the part every query sees a key. If
-    the kernel of GPUs cannot be compiled, as without Triton, one warning says so, and `merge_eagerly` is used from then
-    on.
+    If a query has seen no key yet, its total is output 0 and log-sum-exp -inf. `lse` must be finite: each query sees a
+    key of the part. If the GPU kernel cannot be compiled, as without Triton, one warning says so. Then `merge_eagerly`
+    is used.
 
     Args:
         total_out: The total output, (B, H, S, D), in float32 at least.

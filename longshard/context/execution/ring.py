@@ -89,6 +89,8 @@ class StagedExecution:
     def forward(self, *qkv: Tensor, terms: Terms) -> OutLse:
         """Return the output, in the shape of q, and the log-sum-exp, (B, H, S).
 
+        A collective over the group, as `backward` is: ranks send each other K and V.
+
         Args:
             *qkv: This rank's rows: q (B, H, S, D), k and v (B, K, T, D).
             terms: The scale, and optional inputs.
@@ -123,8 +125,8 @@ class StagedExecution:
     ) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, and of the sinks and of `up` if there are any.
 
-        K and V are sent again, and dK and dV are sent to their owners. Output and log-sum-exp include the share of the
-        sinks, and so do the probabilities that tiles compute from them.
+        K and V are sent again, and dK and dV are sent to their owners. The gradients of the sinks and of `up` are this
+        rank's parts. Output and log-sum-exp include the share of the sinks, and so do the tiles' probabilities.
 
         Args:
             inputs: This rank's rows, (B, H, S, D) and (B, K, T, D).
@@ -149,7 +151,7 @@ class StagedExecution:
     def _summed_gradients(
         self, inputs: BackwardInputs, scale: float, expansion: Expansion | None
     ) -> QKV:
-        """Return the gradients of q, k, v, with sums in the dtype of the log-sum-exp. An unsummed dq has q's dtype."""
+        """Return the gradients of q, k, v in the dtype of the log-sum-exp; if no dq is added to, dq has q's dtype."""
         _, q, k, v, _, lse = inputs
         launches = self.lowered.backward
         written = fresh_rows(
@@ -216,7 +218,7 @@ class StagedExecution:
         expansion: Expansion,
         scale: float,
     ) -> None:
-        """Add the gradients of an item to the gradients of q, of the stage's latents, and of `up`."""
+        """Add an item's gradients to `totals`, of q and the stage's latents, and to `expansion.gradient`, of `up`."""
         dq, dlatent, _ = totals
         for heads in expansion.groups(inputs.k):
             keys = expansion.keys(inputs.k, heads)
@@ -275,7 +277,7 @@ class StagedExecution:
         )
 
     def _return_gradients(self, item: Item, gradient: Tensor) -> Returning:
-        """Start the transfers after an item of the backward."""
+        """Start the transfers after an item of the backward; return their record, whose `add` waits and adds."""
         if item.stage.collective:
             reduced, pending = self._reduce_rows(gradient, item.stage)
             return Returning(pending, reduced=reduced, heads=item.kv_heads)
@@ -310,14 +312,17 @@ class StagedExecution:
         return Pending([pending], [gathered], arrived)
 
     def _reduce_rows(self, gradient: Tensor, stage: Stage) -> tuple[Tensor, Pending]:
-        """Start to sum all ranks' gradients of held rows at the owners; return own rows, padded, and the handle."""
+        """Start to sum all ranks' gradients of held rows at the owners.
+
+        Return own rows' sums, (longest, *row_shape), valid once the handle has arrived, and the handle.
+        """
         shards = gradient.new_zeros(self.plan.degree, self.plan.longest, *gradient.shape[1:])
         for owner, there, here in self._pieces(stage):
             shards[owner, there] = gradient[here]
         return reduce_shards(shards, self.gradient_group, kind="dkv")
 
     def _pieces(self, stage: Stage) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the ranges that a stage holds: (owner, place in the owner's shard, place in the stage's buffer)."""
+        """Yield the other ranks' ranges that a stage holds: (owner, slice of its shard, slice of the stage rows)."""
         for owner, ranges in enumerate(
             self.plan.kv_layout.repeated(self.plan.sequences).ranges
         ):
@@ -335,9 +340,9 @@ def _rows_at(rows: Tensor, places: Ranges) -> Tensor:
 
 
 def _sums(held: Held, rows: int, launches: Launches, dtype: torch.dtype) -> Tensor:
-    """Return a buffer for the gradients of a stage's rows; zeros if the launches do not write all of it.
+    """Return a buffer for the gradients of a stage's rows, (rows, *row_shape).
 
-    Each group of heads adds to the gradients of latents.
+    It is zeros if the launches do not write all of it, or if the rows are latents, to which each group of heads adds.
     """
     written = (
         fresh_rows(run for launch in launches for run in launch.kv_runs)

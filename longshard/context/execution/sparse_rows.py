@@ -271,11 +271,11 @@ class Divergence:
 
 
 def chosen_rows(rows: Tensor, chosen: Tensor) -> Rows:
-    """Return the rows that queries have chosen.
+    """Return the rows that queries have chosen, in float32 at least.
 
     Args:
         rows: The rows of the whole sequence, (B, T, W + D).
-        chosen: Their positions for each query, (B, s, k); -1 where there is none.
+        chosen: Their positions for each query, (B, s, k). For -1 it is the first row, marked as not seen.
     """
     seen = chosen >= 0
     places = chosen.clamp(min=0).long().flatten(1).unsqueeze(-1)
@@ -284,7 +284,7 @@ def chosen_rows(rows: Tensor, chosen: Tensor) -> Rows:
 
 
 def visible_rows(rows: Tensor, visible: Tensor) -> Rows:
-    """Return the rows up to the last one that some of the queries see.
+    """Return the rows up to the last one that some of the queries see, in float32 at least.
 
     Args:
         rows: The rows of the whole sequence, (B, T, W + D).

@@ -200,7 +200,7 @@ def attend(
     kernel: Kernel,
     scale: float,
 ) -> None:
-    """Compute the calls of a stage and merge their results.
+    """Compute the calls of a stage and merge their results into `total`.
 
     Args:
         total: The running result.
@@ -219,7 +219,7 @@ def attend(
 
 
 def add_parts(totals: QKV, parts: QKV, launch: Launch, *, sums: bool = False) -> None:
-    """Add the gradients of a launch to the totals.
+    """Add the gradients of a launch to the totals, in place. Rows that are fresh in the launch are overwritten.
 
     Args:
         totals: The totals of q, k and v.
@@ -286,7 +286,7 @@ def unfold_batch(x: Tensor, like: Tensor) -> Tensor:
 
 
 def restore_shape(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Undo `fold_batch`, and return the shape and strides of `like`, and its dtype unless another one is named.
+    """Return the unfolded `x` with the shape and strides of `like`, and in its dtype unless `dtype` names another.
 
     `x` is returned itself if it has them already and shares its memory with no other tensor; else it is copied.
 
@@ -318,7 +318,7 @@ def row_shape(k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def pack(k: Tensor, v: Tensor, places: Ranges, into: Tensor | None = None) -> Tensor:
-    """Return rows of K and V as (rows, *row_shape), contiguous, or as the first rows of `into`.
+    """Return rows of K and V as (rows, *row_shape), contiguous. With `into`, fill its first rows and return all of it.
 
     Args:
         k: The keys, (B, K, T, D).

@@ -161,11 +161,11 @@ class HeadExchange:
             )
 
     def backward(self, inputs: BackwardInputs | Kept, terms: Terms) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v, sinks and `up`. The last two are zero for heads of other ranks.
+        """Return the gradients of q, k, v, and this rank's parts of the gradients of the sinks and of `up`, if present.
 
         Args:
             inputs: This rank's rows, or the kept heads.
-            terms: The scale, and optional inputs.
+            terms: The scale, and optional inputs. Their gradients are zero for heads of other ranks.
         """
         dout = fold_batch(inputs.dout, self.plan)
         _, heads, rows, _ = dout.shape
@@ -274,7 +274,10 @@ class HeadExchange:
     def _send_heads(
         self, queries: Tensors, keys: Tensors, share: HeadShare, *, kind: str
     ) -> tuple[PackedRows, Tensor, Pending]:
-        """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads."""
+        """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads.
+
+        Return the layout of the message, the message of all ranks and the handle.
+        """
         degree = self.plan.head_degree
         here = self.group.rank()
         queries, keys = _by_rank(queries, keys if share.has_keys else [], share, degree)
@@ -301,7 +304,8 @@ class HeadExchange:
     ) -> Pending:
         """Start the exchange from all rows of my heads, as bytes, to my rows of all heads.
 
-        into: lists of the target tensors of queries and of keys; the caller may fill the lists until it waits.
+        into: lists of the target tensors of queries and of keys. They are read when the caller waits for the result, so
+        that the caller may fill the lists until then.
         """
         degree = self.plan.head_degree
         here = self.group.rank()
@@ -327,9 +331,10 @@ def _backward_inputs(exchanged: Tensors, share: HeadShare, held: Tensors) -> Bac
 
 
 def _keys(arrived: Tensors, share: HeadShare, held: Tensors) -> Tensors:
-    """Return keys and values of a pass; `held` has copies of keys and values that several passes use.
+    """Return keys and values of a pass.
 
     arrived: keys and values that were sent in this pass; empty if an earlier pass sent them.
+    held: a list of copies of keys and values that several passes use; changed in place.
     """
     if share.has_keys and share.has_gradients:
         return arrived
@@ -344,7 +349,10 @@ def _summed_over_passes(
     sum_dtype: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensors:
-    """Add gradients of keys and values to the sums over passes; return the sums after the last pass, else nothing."""
+    """Add gradients of keys and values to the list `sums`, in place.
+
+    Return the sums, in `dtype`, after the last pass of these keys; else an empty list.
+    """
     if share.has_keys:
         sums[:] = [x.to(sum_dtype) for x in gradients]
     else:

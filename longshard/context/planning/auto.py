@@ -75,7 +75,7 @@ def choose(
     calls of `options.kernel` is first.
 
     Args:
-        options: The options that the user wrote. Their method, `hybrid_degrees` and `heads_per_pass` are not used.
+        options: The options that the user wrote. Their method, `hybrid_degrees` and `heads_per_pass` are replaced.
         masks: The different masks of the model's layers.
         degree: The number of ranks.
         shape: The shape of attention on one rank, with its local heads.
@@ -136,9 +136,10 @@ def _busiest(
     shape: AttentionShape,
     node: int,
 ) -> tuple[int, int, int, int]:
-    """Return the largest values over the ranks: bytes sent, bytes to other nodes, kernel calls and stages.
+    """Return the largest values over a sample of ranks: bytes sent, bytes to other nodes, kernel calls and stages.
 
-    Bytes are of a forward and a backward, calls and stages of a forward. node: number of ranks on a node.
+    All but the stages are sums over the masks. Bytes are of a forward and a backward, calls and stages of a forward.
+    node: number of ranks on a node.
     """
     # The kernel that `auto` takes depends on the device; here the least capable kernel stands for it.
     capabilities = CAPABILITIES.get(way.kernel, CAPABILITIES["cpu_flash"])

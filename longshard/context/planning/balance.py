@@ -46,9 +46,10 @@ def build_layout(
         seq_len: Number of tokens.
         degree: Number of ranks.
         multiple_of: Each rank has a multiple of this number of tokens.
-        mask: The mask by which `balanced` counts work; None means a causal mask.
+        mask: The mask by which `balanced` counts work; None means a causal mask. Other balancers do not use it.
 
     Raises:
+        KeyError: The name is unknown.
         ValueError: `multiple_of` does not divide the length.
     """
     if name == "balanced":
@@ -174,7 +175,7 @@ class _Circle:
 
     @cached_property
     def stops(self) -> np.ndarray:
-        """The places where parts start, and places after whole blocks of a part, if a block follows them."""
+        """The start of each part, and the places whole blocks after the start, if a block of the part follows."""
         numbers, part = counted(
             np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1)
         )
@@ -216,7 +217,7 @@ class _Circle:
         return work, first, keys, short
 
     def arc(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the parts of an arc, and the other parts; both ascending and merged."""
+        """Return the token ranges inside an arc and outside it, (n, 2) each, ascending and merged."""
         beyond = max(start + length - self.length, 0)
         borders = np.unique(
             np.concatenate([self.places, [beyond, start, min(start + length, self.length)]])
@@ -288,7 +289,10 @@ class _Halving:
         return circle.arc(start, rows)
 
     def _orders(self, parts: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield orders of the parts in which documents stay together: the given order, and two by length."""
+        """Yield orders of the parts in which documents stay together: the given order, and two by length.
+
+        An order is an array of the numbers of the parts, (n,).
+        """
         yield np.arange(len(parts))
         apart = (parts[:-1, 1] <= self.work.first_seen(parts[1:, 0])).all(axis=0)
         document = np.concatenate([[0], np.cumsum(apart)])

@@ -51,7 +51,7 @@ class Capabilities:
         deterministic: bool = False,
         softcap: bool = False,
     ) -> list[str]:
-        """Return what the kernel cannot do, in words.
+        """Return what the kernel cannot do, in words; an empty list if it can do this attention.
 
         Args:
             device_type: The type of the device; None if not known yet.
@@ -221,10 +221,10 @@ def kernel_words(
 def able_kernels(
     name: str, device_type: str | None, dtype: str | None, head_dim: int, **needs: bool
 ) -> list[str]:
-    """Return the kernels that can compute this attention.
+    """Return the names of all kernels that can compute this attention, also if `name` is one kernel.
 
     Args:
-        name: The configured kernel, or `auto`.
+        name: The configured kernel, which is checked, or `auto`.
         device_type: The type of the device; None if not known yet.
         dtype: The name of the torch dtype; None if not known yet.
         head_dim: Size of a head.
@@ -259,12 +259,13 @@ def auto_kernel(
 
     1. On a GPU of Hopper or later, without FlashAttention-3 or -4, for a fixed mask of at most four tiles a stage:
        `cudnn`, the fastest there.
-    2. On the same GPUs, for a large tile, as a long document has: `cudnn_varlen`, cuDNN for the large tiles.
+    2. On such a GPU, without FlashAttention-3 or -4, for a tile of `LARGE_TILE` tokens, as a long document has:
+       `cudnn_varlen`, cuDNN for the large tiles.
     3. More than four tiles in a stage, as with packed documents: `varlen`, which computes them in one launch.
     4. The first of `cpu_flash`, `cuda_flash`, `efficient` and `math`.
 
     Args:
-        able: The names of the kernels that can do this attention, in the order of preference.
+        able: The names of the kernels that can do this attention.
         calls: The most tiles of a stage.
         capability: The compute capability of the GPU, such as (9, 0); None for a CPU.
         fixed: Whether the mask is causal or full, with the same lengths in every step. cuDNN builds a plan for each new
@@ -300,8 +301,8 @@ def head_groups(
 ) -> list[tuple[slice, slice]]:
     """Return the query heads, and their key/value heads, of each call, so that no call has `limit` elements.
 
-    Query heads that share a key/value head are one call. If they are too large together, several calls share the
-    key/value head.
+    A call has one or more key/value heads with all their query heads. If the query heads of one key/value head are too
+    large together, several calls share the key/value head.
 
     Args:
         heads: Number of query heads.

@@ -87,7 +87,7 @@ class AttentionShape:
 
     @property
     def key_sizes(self) -> tuple[int, int]:
-        """The sizes of the key and value that are sent for a token and key/value head, or of its latent and 0."""
+        """The elements of the key and value that are sent for a token and key/value head, or of its latent and 0."""
         return (
             (self.head_dim, self.head_dim)
             if self.latent is None
@@ -95,7 +95,7 @@ class AttentionShape:
         )
 
     def expansion_flops(self, rows: int) -> int:
-        """Return the FLOPs that make the keys and values of a head from latents; 0 without a latent.
+        """Return the FLOPs that make the keys and values of a head from latents of one sequence; 0 without a latent.
 
         Args:
             rows: Number of latents.

@@ -45,7 +45,7 @@ class HeadShare:
             heads: Number of query heads.
             kv_heads: Number of key/value heads.
             degree: Number of ranks that divide the heads.
-            heads_per_pass: Key/value heads of a rank in a pass; 0 means all.
+            heads_per_pass: Key/value heads of a rank in a pass; 0 means all. If `query_heads` is not 0, it counts as 1.
             query_heads: Query heads of one key/value head in a pass; 0 means all.
 
         Raises:
@@ -73,9 +73,9 @@ class HeadShare:
         return self.part[1] == self.group
 
     def queries(self, rank: int) -> slice:
-        """Return the query heads of a rank in this pass.
+        """Return the query heads of a rank in this pass, counted over all ranks.
 
-        The heads of rank 0 are also the positions of this pass among the heads of any rank.
+        For rank 0 they are also the heads of this pass counted from the first head of any rank.
 
         Args:
             rank: The rank.

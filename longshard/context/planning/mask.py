@@ -276,6 +276,8 @@ def sliding_window(
 ) -> Mask:
     """Return the mask in which a query sees the last `window` keys, its own position included.
 
+    The last query stands at the last key.
+
     Args:
         q_len: Number of queries.
         window: Number of keys.

@@ -61,9 +61,9 @@ class Method:
         return (hybrid_degrees or (1,))[0] if self.two_level else degree
 
     def ways(self, degree: int, heads: int) -> Iterator[tuple[int, int] | None]:
-        """Yield the hybrid degrees with which the method can divide the heads; nothing if it cannot divide them.
+        """Yield the hybrid degrees with which the method can divide the heads: (all-to-all ranks, ring ranks).
 
-        A method without hybrid degrees yields None once.
+        A method without hybrid degrees yields None once. If the method cannot divide the heads, nothing is yielded.
 
         Args:
             degree: Number of ranks.

@@ -138,8 +138,8 @@ class RankPlan:
         """Return the numbers of rows that this rank sends and receives for a stage.
 
         Args:
-            stage: The stage.
-            messages: The messages to count; they do not count in a collective stage.
+            stage: The stage. If it is collective, the padded shards of all other ranks count.
+            messages: The messages to count; not used if the stage is collective.
         """
         if stage.collective:
             return ((self.degree - 1) * self.longest,) * 2

@@ -52,6 +52,8 @@ def ring(needs: Needs, rank: int) -> Schedule:
 def all_gather(needs: Needs, rank: int) -> Schedule:
     """Return two stages; the second has all needed rows of other ranks. If no rank needs any, return stage 0 only.
 
+    The second stage is a collective if ranks need half of all other ranks' rows or more. Else it has messages.
+
     Args:
         needs: The keys that each rank needs.
         rank: The rank.
@@ -76,7 +78,9 @@ def all_gather(needs: Needs, rank: int) -> Schedule:
 
 
 def chunks(needs: Needs, chunk: int) -> Schedule:
-    """Return the stages of a chunk, the nearest earlier chunk first. Messages name the rows to read from and to add to.
+    """Return the stages of a chunk, the nearest earlier chunk first.
+
+    Nothing is sent: `messages` name waiting rows to read, and `home` names rows to add gradients to.
 
     Args:
         needs: The keys that each chunk needs.

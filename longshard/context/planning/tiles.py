@@ -144,6 +144,8 @@ class Needs:
     def tiles(self, rank: int, held: Ranges) -> tuple[Tile, ...]:
         """Return tiles that cover every visible pair of the rank's queries and the held keys once.
 
+        Their queries are places among the rank's rows. Their keys are places among the held keys.
+
         Args:
             rank: The rank.
             held: The held keys.
@@ -162,7 +164,7 @@ class Needs:
         return (*tiles, open_rows.tile()) if open_rows else ()
 
     def _pieces(self, queries: Ranges) -> Iterator[tuple[int, int, int, Band]]:
-        """Yield the parts [start, stop) of `queries` in one band, with the place of the first query and the band."""
+        """Yield the parts of `queries` in one band: start, stop, how many queries are before it, and the band."""
         place = 0
         for start, stop in queries:
             number = bisect_right(self._band_stops, start)

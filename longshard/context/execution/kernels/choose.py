@@ -80,7 +80,7 @@ def choose_kernel(
     *,
     gpu: GpuKernels = GPU_KERNELS,
 ) -> Kernel:
-    """Return the named kernel; for `auto`, the kernel that `auto_kernel` chooses. The first choice on a GPU is logged.
+    """Return the named kernel; for `auto`, the kernel that `auto_kernel` chooses. On a GPU, each new choice is logged.
 
     Args:
         device_type: The type of the device.

@@ -52,7 +52,10 @@ class CpuFlash(Kernel):
 
     @staticmethod
     def _mask(q: Tensor, k: Tensor, relation: Relation) -> tuple[bool, Tensor | None]:
-        """Return the kernel's own `is_causal`, and a mask in q's dtype; None if absent."""
+        """Return the kernel's own `is_causal`, and an additive mask in q's dtype, (S, T), -inf for hidden pairs.
+
+        If `is_causal` says all, the mask is None.
+        """
         square = q.shape[2] == k.shape[2]
         if relation is Relation.FULL or (relation is Relation.CAUSAL and square):
             return relation is Relation.CAUSAL, None

@@ -135,7 +135,10 @@ class Efficient(_Aten):
 
     @staticmethod
     def _bias(q: Tensor, m: int, relation: Relation) -> Tensor | None:
-        """Return (B, H, n, m), -inf for hidden pairs; rows begin at multiples of 16 elements, as the operator needs."""
+        """Return an additive mask, (B, H, n, m), -inf for hidden pairs; None if the relation has no lower bound.
+
+        Its rows begin at multiples of 16 elements, as the operator needs.
+        """
         if not relation.lower:
             return None
         b, h, n, _ = q.shape

@@ -55,7 +55,10 @@ def gpu_capability() -> tuple[int, int] | None:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is installed, without importing it. A broken parent counts, so that its error is shown.
+    """Return whether a module is installed, without importing it; its parent packages are imported.
+
+    If a parent, or a module that a parent imports, is missing, return False. If a parent raises another ImportError,
+    return True, so that a later import shows the error.
 
     Args:
         module: The name of the module.
@@ -74,10 +77,10 @@ def usable(
     deterministic: bool,
     installed: Callable[[str], bool] = is_installed,
 ) -> list[FlashPackage]:
-    """Return the packages that are installed here and run on a GPU, the preferred one first.
+    """Return the packages that are installed, known to this PyTorch and able to run on a GPU, the preferred one first.
 
     Args:
-        capability: The compute capability of the GPU; None if there is no GPU.
+        capability: The compute capability of the GPU. If it is None, the list is empty.
         deterministic: Whether results must be the same bits each time. Then the list is empty, because this is untested
             with the packages.
         installed: Returns whether a module is installed.
@@ -95,9 +98,9 @@ def usable(
 
 
 def try_out(head_dim: int, device: str = "cuda", ops: Any = torch.ops.aten) -> None:
-    """Compute ragged attention of grouped heads in a window, forward and backward.
+    """Check that the active package computes ragged attention of grouped heads in a window, forward and backward.
 
-    Versions of a package differ in their abilities, and in their results for PyTorch.
+    Versions of a package differ in what they can compute. The values are not compared with a reference.
 
     Args:
         head_dim: Size of a head.
@@ -130,10 +133,9 @@ def activated(
     deterministic: bool,
     installed: Callable[[str], bool] = is_installed,
 ) -> FlashPackage | None:
-    """Activate the first usable package that computes; return it, or None.
+    """Activate the first usable package that passes `try_out`, for the whole process.
 
-    If a package is installed and cannot be used, there is one warning. A package that this PyTorch does not know is
-    left out.
+    Each package that fails is left out with one warning.
 
     Args:
         capability: The compute capability of the GPU; None if there is no GPU.
@@ -142,7 +144,7 @@ def activated(
         installed: Returns whether a module is installed.
 
     Returns:
-        The package, or None.
+        The package; None if there is none, and PyTorch's own implementation stays active.
     """
     for package in usable(capability, deterministic=deterministic, installed=installed):
         try:
