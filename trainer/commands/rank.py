@@ -59,7 +59,8 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         launched: Whether our launcher started this rank.
 
     Returns:
-        The exit code.
+        The exit code: 0, 2 for a wrong configuration, LOST_PEERS if another rank is lost, otherwise 1 or the code of
+        `sys.exit`.
     """
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | os.environ
     rank, local_rank, world_size = (
