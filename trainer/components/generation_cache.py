@@ -243,9 +243,8 @@ class GenerationCache:
     def _chosen(self, scores: Tensor, per_query: int) -> Tensor:
         """Return whether each kept token is among the highest scores of all ranks: (B, S, T), bool. A collective.
 
-        scores: (B, S, T), for this rank's kept tokens. per_query: number of tokens to choose. Of equal scores the
-            earlier
-        tokens count.
+        scores: (B, S, T), for this rank's kept tokens. Of equal scores the earlier tokens count. per_query: number of
+        tokens to choose.
         """
         kept = self._positions[:, None, : scores.shape[2]]
         places = kept.clamp(min=0).expand_as(scores)

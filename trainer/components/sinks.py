@@ -53,7 +53,9 @@ class JsonLines:
         self._full = False
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
-        """Write a line. If the disk is full, lines wait, up to 16 MiB, and are written with a later line.
+        """Write a line.
+
+        If the disk is full, lines wait, up to 16 MiB, and are written with a later line. Further lines are lost.
 
         Args:
             metrics: The values, by name.
