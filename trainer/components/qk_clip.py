@@ -103,7 +103,7 @@ class QKClip(Observer):
         local.mul_(own.to(local.device, wide_type(local.dtype)))
 
     def record(self, positions: Positions) -> dict[str, float]:
-        """Return the last step's largest `attention_logit` before clipping, and its number of `clipped_heads`. A collective.
+        """Return the last step's largest logit before clipping, and the number of clipped heads. A collective.
 
         Args:
             positions: Positions of the data streams; not used.
