@@ -176,7 +176,7 @@ class Assembly:
         return optimizer
 
     def build_observers(self) -> list[Observer]:
-        """Return the step observers, in this order: the model's, the task's, registered ones."""
+        """Return the step observers, in this order: the model's, the task's, the guard, registered ones."""
         added = [
             build(self.job, self.dims, self.model_parts) for build in registered_observers()
         ]
@@ -184,7 +184,10 @@ class Assembly:
         return [model_observer, *self.task.observers(), self.guard, *added]
 
     def build_observers_of_updates(self) -> list[Observer]:
-        """Return the observers that watch the optimizer, after the optimizer is built."""
+        """Return the observers that watch the optimizer. Call this after the optimizer is built.
+
+        QK-Clip also gets the attention scores of every forward, by `_context_options`.
+        """
         config = self.config
         observers = []
         if config.optimizer.qk_clip is not None and config.task == "tokens":
@@ -211,7 +214,7 @@ class Assembly:
         return MetricsLogger(self.job, self.dims, self.device, **before)
 
     def build_validation(self) -> Validation:
-        """Return the validation loop. A collective over all ranks."""
+        """Return the validation loop. A collective over all ranks: their validation data must be the same."""
         build = partial(Validation, self.job, self.dims, self.task)
         validation = raise_on_all_ranks(build)
         check_same(validation.identity, "validation data")
@@ -222,7 +225,9 @@ class Assembly:
         return build_model_parts(self.spec, self.job, self.dims, self.device)
 
     def build_pipeline(self, plan: PipelinePlan, model_parts: Sequence[nn.Module]) -> Pipeline:
-        """Return the pipeline, which runs these stages of this rank by its schedule.
+        """Return the pipeline, which runs the stages of this rank by its schedule. A collective over all ranks.
+
+        Its time-out is `comm.init_timeout_seconds`.
 
         Args:
             plan: The stages of all ranks, and their schedule.

@@ -55,8 +55,9 @@ def tensors_of(
 ) -> dict[str, Tensor]:
     """Return every saved tensor of this rank by name. The tensors are the model's and optimizer's own, not copies.
 
-    Names are the same under every parallel layout. A shared parameter has the first of its names. Frozen parameters
-    come from `checkpoint.initial_load_path`, and are left out. Missing states of the optimizer are created.
+    Names are `model.NAME` and `optimizer.NAME.ENTRY`, and the same under every parallel layout. A shared parameter has
+    the first of its names. Frozen parameters come from `checkpoint.initial_load_path`, and are left out. Missing states
+    of the optimizer are created.
 
     Args:
         model_parts: The model parts of this rank.
@@ -128,7 +129,7 @@ class Checkpointer:
     def load(self) -> tuple[int, int]:
         """Return (steps done, tokens seen), after resuming from the checkpoint that the configuration names.
 
-        A run without a checkpoint of its own loads the weights in `checkpoint.initial_load_path`.
+        A collective. A run without a checkpoint of its own starts from `checkpoint.initial_load_path`.
 
         Raises:
             SharedConfigError: On every rank, if a checkpoint is missing, unreadable, or of another model or other data.
@@ -201,7 +202,7 @@ class Checkpointer:
         return read_once(read, self.dims["world"])
 
     def _resume(self, folder: Store, step: int, *, without: bool) -> int:
-        """Load a saved step; return the tokens seen up to it. without: leave out `checkpoint.exclude_from_loading`."""
+        """Load a saved step; return its tokens seen. A collective. without: obey `checkpoint.exclude_from_loading`."""
         world = self.dims["world"]
         started = time.monotonic()
         state, reader = raise_on_all_ranks(
@@ -269,7 +270,7 @@ class Checkpointer:
         due: bool = False,
         best: float | None = None,
     ) -> bool:
-        """Return whether `step` has a checkpoint, or one in progress; save it first if settings or an argument say so.
+        """Return whether `step` is saved or being saved. A collective; saves first if settings or an argument say so.
 
         Args:
             step: Number of the finished step.
@@ -314,7 +315,7 @@ class Checkpointer:
         return self.settings.last_save_model_only and step == self._config.training.steps
 
     def _writer(self, step: int, tokens_seen: int, best: float | None) -> Writer:
-        """Return the writer of a step. A collective. best: the validation loss if no checkpoint is better."""
+        """Return the writer of a step. A collective. best: see `save`."""
         rank_entries = gather_values(self.loader.state_dict(), self.dims["dp"])
         state = RunState(
             step,
@@ -363,7 +364,7 @@ class Checkpointer:
             thread.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Wait for a save in the background."""
+        """Wait for a save in the background. Raise CheckpointError if it failed."""
         pending = self._pending
         self._pending = None
         if pending is None:

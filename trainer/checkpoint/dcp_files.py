@@ -103,7 +103,7 @@ class Reader(FileSystemReader):
         return self._metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """Return the archive of one tensor, and compare its check sum: `torch.load` does not compare it."""
+        """Return the archive of one tensor; raise ValueError if its check sum is wrong. `torch.load` ignores it."""
         content = self._folder.part(file, sinfo.offset, sinfo.length)
         with zipfile.ZipFile(content) as archive:
             if archive.testzip() is not None:
@@ -142,7 +142,9 @@ class WholeState(TensorsOnly):
         self._without = without
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plan of all ranks.
+        """Return the plans of the ranks, after a check that they ask for every tensor of the checkpoint.
+
+        Empty tensors and the parts in `without` need no rank.
 
         Args:
             global_plan: The plans of the ranks.
@@ -266,7 +268,7 @@ class Writer(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata, publish the checkpoint, and remove old ones.
+        """Write the metadata, publish the checkpoint, and remove old ones. One rank calls it, after all have written.
 
         Args:
             metadata: Describes the tensors.

@@ -46,7 +46,7 @@ def write_hf(
 
     Args:
         output: The folder. It replaces an earlier one of this name.
-        config: The configuration.
+        config: Names the checkpoint. If the run has none, its initial weights are written.
         args: The arguments of the model.
         dtype: Dtype of the files, except for tensors that keep a wider one, see `kept_types`.
         most_bytes: Largest number of bytes of the tensors of one file.
@@ -96,9 +96,9 @@ def kept_types(
 ) -> dict[str, torch.dtype]:
     """Return the dtype of each tensor of the folder that keeps a wider dtype than `dtype`, by its Hugging Face name.
 
-    Such tensors are buffers (biases that choose experts) and, for float16, tensors that transformers keeps in float32.
-    A dtype in the checkpoint is kept if it is wider than `training.dtype`. A dtype in the folder from which the run
-    started is kept if it is wider than the most frequent one there.
+    Float32 at least are buffers (biases that choose experts) and, for float16, tensors that transformers keeps in
+    float32. A dtype in the checkpoint is kept if it is wider than `training.dtype`. A dtype in the folder from which
+    the run started is kept if it is wider than the most frequent one there.
 
     Args:
         config: The configuration.
@@ -126,7 +126,7 @@ def kept_types(
 
 
 def _stored(source: ModelFolder | None) -> Mapping[str, Stored]:
-    """Return the tensors of the folder from which the run started, by name. Empty if they cannot be read."""
+    """Return the tensors of the folder from which the run started, by name. If unreadable, warn and return none."""
     if source is not None and source.has_tensors:
         try:
             return source.tensors
@@ -139,7 +139,7 @@ def _stored(source: ModelFolder | None) -> Mapping[str, Stored]:
 
 
 def _with_images(files: dict[str, Any], source: ModelFolder) -> dict[str, Any]:
-    """Return the files of the model that reads images, from the files of its new model of text."""
+    """Return `files` plus the files for images of `source`; its config.json gets the new entries of text."""
     content = files[CONFIG_FILE]
     whole = source.whole_entries.content
     before = {name: x for name, x in whole["text_config"].items() if name != QUANTISED}
@@ -245,7 +245,7 @@ class Rounding:
 
 
 def _saved_types(readers: Sequence[WeightsReader]) -> dict[str, torch.dtype]:
-    """Return the dtypes in which weights are saved, by name; the first reader that has a weight decides."""
+    """Return the dtypes in which weights are saved, by our names; the first reader that has a weight decides."""
     return {
         name.removeprefix("model."): entry.properties.dtype
         for reader in reversed(readers)

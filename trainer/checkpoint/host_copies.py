@@ -34,9 +34,10 @@ class HostCopies:
         optimizer.register_step_pre_hook(lambda *_: self._update_waits())
 
     def start(self, state: Mapping[str, Tensor], *, updated: Collection[str]) -> None:
-        """Copy the state: on a CPU before this returns, on a GPU by the next update.
+        """Start to copy the state into `tensors`. Call `wait` before the next `start`.
 
-        Call `wait` before the next `start`.
+        On a CPU, the copy is complete on return. On a GPU, it runs while the next forward runs; the next update of the
+        optimizer waits for it. Every call must have the names of the first call.
 
         Args:
             state: Tensors of any shape, by name.
@@ -72,9 +73,9 @@ class HostCopies:
 
 
 def _buffer(x: Tensor, memory: list[Tensor]) -> Tensor:
-    """Return an empty copy of x on the host.
+    """Return an uninitialised tensor on the host with shape, dtype and placements of x.
 
-    For a GPU's tensor it is in page-locked memory, which is added to `memory`.
+    If x is on a GPU, the memory is page-locked, and added to `memory`.
     """
     copy = torch.empty_like(x, device="cpu", requires_grad=False)
     if x.is_cuda:

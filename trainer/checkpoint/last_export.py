@@ -27,7 +27,8 @@ def export_last(
         job: The resolved job.
         dims: The meshes of the run.
         step: Number of the step.
-        group: The group of the checkpoints; its time-out stays.
+        group: The group of the checkpoints, whose time-out stays. All other groups get
+            `comm.checkpoint_timeout_seconds`.
 
     Raises:
         CheckpointError: On every rank, if the folder cannot be written.

@@ -53,14 +53,15 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def unpickled(content: bytes, state: RunState) -> Metadata:
-    """Return the place of each part of each tensor.
+    """Return DCP's metadata: the file and the position of each part of each tensor.
 
     Args:
         content: The content of the file of metadata.
-        state: The state of the step.
+        state: The state of the step; lists its files and their check sums.
 
     Raises:
-        Exception: It is unreadable, or no metadata; a damaged pickle may raise anything.
+        Exception: The content is unreadable, has a wrong check sum, or names a file that is not in `state`. A damaged
+            pickle may raise anything.
     """
     if state.sums.get(METADATA) not in (None, zlib.crc32(content)):
         raise ValueError(f"the check sum of {METADATA} is wrong")

@@ -17,7 +17,9 @@ from trainer.stores.store import Store, reason_of
 
 
 def agreed_step(config: JobConfig, folder: Store, world: DeviceMesh) -> int:
-    """Return the step to resume from, 0 for none. One process of each machine looks for it, and all must agree.
+    """Return the step to resume from, 0 for none. A collective over all ranks.
+
+    One process of each machine looks for the step, and all must find the same.
 
     Args:
         config: The configuration.
@@ -25,7 +27,7 @@ def agreed_step(config: JobConfig, folder: Store, world: DeviceMesh) -> int:
         world: The mesh of all ranks.
 
     Raises:
-        SharedConfigError: Machines find different steps.
+        SharedConfigError: On every rank, if machines find different steps, or the step of the configuration is missing.
     """
     looks = Process.from_environment().local_rank == 0
     step = raise_on_all_ranks(lambda: (step_to_load(config) or 0) if looks else None, world)
@@ -42,7 +44,7 @@ def agreed_step(config: JobConfig, folder: Store, world: DeviceMesh) -> int:
 
 
 def prepare(config: JobConfig, folder: Store) -> None:
-    """Make the folder of checkpoints, and remove the files of an interrupted save.
+    """Make the folder of checkpoints, and remove the files of an interrupted save. One process calls it.
 
     Args:
         config: The configuration.

@@ -102,7 +102,7 @@ def _verified(
 def _without_states(
     entries: Mapping[str, _Entry], expected: Mapping[str, torch.Size]
 ) -> dict[str, _Entry]:
-    """Return the entries without the optimizer's states of parameters of the model."""
+    """Return the entries that are no optimizer states of `expected` parameters."""
 
     def is_state(name: str) -> bool:
         return (
@@ -114,7 +114,10 @@ def _without_states(
 
 
 def _check_files(folder: Store, state: RunState) -> None:
-    """Compare the check sum of each file that has one. A whole file of another step has right sums inside."""
+    """Check each file by its check sum, if it has one. Raise a ConfigError if one is wrong.
+
+    This also detects a file of another step, whose inner check sums are right.
+    """
     for name in state.files:
         if (wanted := state.sums.get(name)) is None:
             continue
@@ -133,7 +136,7 @@ def _check_files(folder: Store, state: RunState) -> None:
 def expected_entries(
     config: JobConfig, args: ModelArgs, *, with_optimizer: bool
 ) -> dict[str, torch.Size]:
-    """Return name and shape of every entry of a checkpoint of this run.
+    """Return name and global shape of every entry of a checkpoint of this run.
 
     Args:
         config: The configuration.

@@ -57,7 +57,7 @@ def on_this_rank(read: Callable[[], bytes]) -> bytes:
 
 
 def names_of(model_parts: Iterable[nn.Module]) -> dict[Tensor, str]:
-    """Return every saved tensor with its name; a shared parameter has the first of its names.
+    """Return every saved tensor with its name in `state_dict`; a shared parameter has the first of its names.
 
     Args:
         model_parts: The model parts of this rank.
@@ -116,7 +116,7 @@ def open_saved(
         config: The configuration.
         model: The arguments of the model.
         step: Number of the step.
-        once: Calls a function that reads.
+        once: Calls a function that reads a file: on this rank, or on one rank for all ranks.
 
     Raises:
         ConfigError: The checkpoint is damaged, or of another model.
@@ -134,7 +134,7 @@ def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Read
     Args:
         folder: The folder of checkpoints.
         state: The state of the step.
-        once: Calls a function that reads.
+        once: Calls a function that reads a file: on this rank, or on one rank for all ranks.
 
     Raises:
         ConfigError: The metadata are damaged.
@@ -166,7 +166,7 @@ def open_initial(
     Args:
         config: The configuration.
         args: The arguments of the model.
-        once: Calls a function that reads.
+        once: Calls a function that reads a file: on this rank, or on one rank for all ranks.
         opened: See `opened_at`.
 
     Raises:
@@ -208,14 +208,14 @@ def _hf_reader(folder: HFFolder, model: HFModel, once: Once) -> HFReader:
 def open_weights(
     config: JobConfig, args: ModelArgs, once: Once = on_this_rank
 ) -> list[WeightsReader]:
-    """Return readers of the weights of a run: of its checkpoint, or of its initial weights if it has saved none.
+    """Return readers of the weights of a run: of its checkpoint, or of its initial weights if it saved none.
 
     With adapters, the readers of `open_initial` follow, for the weights that the adapters change.
 
     Args:
         config: The configuration.
         args: The arguments of the model.
-        once: Calls a function that reads.
+        once: Calls a function that reads a file: on this rank, or on one rank for all ranks.
 
     Raises:
         ConfigError: The weights are damaged, or of another model.
@@ -240,7 +240,7 @@ def load_weights(
 
     A rank reads the tensors that it holds.
 
-    Buffers that have no counterpart in a Hugging Face folder stay as they are.
+    If the weights are in a Hugging Face folder, tensors that the folder lacks stay as they are.
 
     Args:
         readers: The readers of the weights, see `open_weights`.
@@ -248,7 +248,7 @@ def load_weights(
         adapters: Whether to load adapters too.
 
     Raises:
-        ConfigError: Files are damaged.
+        ConfigError: Files are damaged, or a checkpoint lacks a tensor.
     """
     tensors = model_tensors(
         {

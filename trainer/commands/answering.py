@@ -119,7 +119,7 @@ class Writer:
         return Ended(len(written), "length" if is_full else "stop")
 
     def _agree(self, status: int) -> int:
-        """Return the highest status of all ranks; raise _OtherRankError if a rank has failed."""
+        """Return the highest status of all ranks; raise _OtherRankError if a rank has failed. A collective."""
         agreed = highest(status, self.control)
         if agreed == _FAILED:
             raise _OtherRankError("another rank has failed in this request")
@@ -127,7 +127,9 @@ class Writer:
 
 
 def scores_of(logits: Tensor, tokens: list[int], likeliest: int) -> tuple[Score, ...]:
-    """Return the log-probability of each token under the model, at temperature 1 and over the whole vocabulary.
+    """Return a score for each token: its log-probability (natural logarithm), and the likeliest tokens with theirs.
+
+    Probabilities are at temperature 1 and over the whole vocabulary.
 
     Args:
         logits: The logits from which each token was drawn, (N, V).

@@ -45,6 +45,9 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
     Args:
         argv: The words of the command line, without the command.
+
+    Raises:
+        ConfigError: An option or a setting is wrong.
     """
     args = parser().parse_args(argv)
     job = job_of(args, command="lct chat")
@@ -89,7 +92,7 @@ class Conversation:
         self._messages = list(self._first)
 
     def prompt(self, line: str) -> list[int] | None:
-        """Run a command of the user, or return the prompt for a message.
+        """Run a command of the user, or add a message to the conversation and return its prompt.
 
         Args:
             line: The line of the user.
@@ -140,7 +143,7 @@ class Conversation:
 
 @contextmanager
 def interrupts() -> Iterator[list[int]]:
-    """Yield a list that collects the signals of Ctrl-C inside this context."""
+    """Yield a list that collects the signals of Ctrl-C inside this context; Ctrl-C raises nothing there."""
     signals = []
     before = signal.signal(signal.SIGINT, lambda number, _: signals.append(number))
     try:

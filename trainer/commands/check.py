@@ -90,8 +90,8 @@ def main(argv: list[str]) -> int:
     It checks the configuration and prints its summary. It compares initial weights with the model, and prints the
     estimated peak memory of a step.
 
-    FILE and variables are the same as for `train`. --ngpu is the number of ranks of this machine; with --world-size, of
-    each node.
+    FILE and variables are the same as for `train`. --ngpu is the number of ranks of this machine. With --world-size,
+    --ngpu is the number of ranks of each node.
 
     Args:
         argv: The words of the command line, without the command.
@@ -121,8 +121,7 @@ def main(argv: list[str]) -> int:
 def check_tensors(job: ResolvedJob) -> None:
     """Compare names and shapes of a Hugging Face folder with the model, by the headers of its files.
 
-    Nothing is compared if the job starts from no such folder. A checkpoint of the run replaces the folder, except with
-    LoRA; then nothing is compared, too.
+    Nothing is compared if the job starts from no such folder, or resumes from its own checkpoint without LoRA.
 
     Args:
         job: The resolved job.
@@ -144,13 +143,13 @@ def check_tensors(job: ResolvedJob) -> None:
 def peak_of_a_step(
     arguments: list[str], ranks: int, device_type: str, *, node: int | None = None
 ) -> tuple[str, str]:
-    """Estimate the peak memory of a rank, and check the time-outs against the time of a step.
+    """Estimate the peak memory of a rank, and check the time-outs against the time of a step. Both are for an H100.
 
     Args:
         arguments: Settings of the job.
         ranks: Ranks of the job.
         device_type: "cuda" or "cpu".
-        node: Ranks on one node; None for the usual number of the GPU.
+        node: Ranks on one node; None for the usual number of H100s.
 
     Returns:
         The peak in words, or why it is unknown; and a note on time-outs. The note is empty if the time-outs are long

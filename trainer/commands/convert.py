@@ -27,6 +27,9 @@ def to_hf(options: argparse.Namespace) -> str:
 
     Returns:
         What to do next, in words.
+
+    Raises:
+        ConfigError: The source cannot be read, or the output cannot be made.
     """
     config = _configuration(options)
     args = resolve_model(config)
@@ -83,6 +86,9 @@ def add_tokens(options: argparse.Namespace) -> str:
 
     Returns:
         What to do next, in words.
+
+    Raises:
+        ConfigError: The source cannot be read, or the output cannot be made.
     """
     from trainer.hugging_face.writer import add_tokens
 
@@ -93,7 +99,7 @@ def add_tokens(options: argparse.Namespace) -> str:
 
 
 def size(text: str) -> int:
-    """Return the number of bytes of a size, such as 5GB.
+    """Return the number of bytes of a size, such as 5GB = 5 * 10**9.
 
     Args:
         text: The size.
@@ -149,7 +155,10 @@ def main(argv: list[str] | None = None) -> int:
         argv: The words of the command line, without the command.
 
     Returns:
-        The exit code.
+        The exit code, 0.
+
+    Raises:
+        ConfigError: The command line is wrong, or the output cannot be made.
     """
     args = parser().parse_args(argv)
     if args.way is None:

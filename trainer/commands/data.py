@@ -62,7 +62,7 @@ def parser() -> Parser:
 
 
 def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
-    """Yield the documents of the packed sequence in a batch of one.
+    """Yield the documents of the packed sequence in a batch of one. Padding is a last document without parts.
 
     Args:
         batch: A batch of the loader: tokens, labels, positions and document_ids, (1, S), and padding,

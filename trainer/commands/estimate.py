@@ -94,7 +94,10 @@ def main(argv: list[str]) -> int:
 
 
 def _calibrated(arguments: list[str], name: str, device: str) -> str:
-    """Measure this machine's CPU, write its record to the file `name`, and return what to print."""
+    """Measure this machine's CPU, write its record to the file `name`, and return what to print.
+
+    device: `job.device`. Raise a ConfigError if it is no CPU.
+    """
     machine = this_machine()
     if (type_ := machine.device_type(device)) != "cpu":
         raise ConfigError(
@@ -174,7 +177,8 @@ def _searched(
 def _longest(estimator: Estimator, arguments: list[str], begin: int, ranks: int) -> Estimate:
     """Print the longest sequence that fits; return its estimate. If none fits, return the estimate of the shortest.
 
-    begin: the length that is tried first, in tokens. ranks: ranks of the job.
+    begin: the length that is tried first, in tokens; each length is a multiple of 128 * ranks.
+    ranks: ranks of the job.
     """
     longest, beyond = longest_sequence(estimator, arguments, begin, unit=128 * ranks)
     wall = next(iter(beyond.by_purpose))

@@ -55,7 +55,8 @@ def edges_of(seq_len: int, ends: list[int] | None) -> tuple[int, ...]:
 
     Args:
         seq_len: Tokens of a sequence.
-        ends: Where the buckets end; the last bucket ends at `seq_len` in any case. None for 0, n, 2n, 4n, ...
+        ends: Where the buckets end; the last bucket ends at `seq_len` in any case. None for 0, n, 2n, 4n, ...,
+            where n is 1024, or seq_len / 8 if that is less.
 
     Raises:
         ConfigError: The ends do not rise from 1 or more to `seq_len` or less.

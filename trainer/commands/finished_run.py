@@ -47,7 +47,7 @@ _TEXT_COMMANDS = ("lct generate", "lct chat", "lct serve", "lct evaluate")
 
 
 def model_options(parser: Parser, *, seed: str) -> None:
-    """Add the options of all commands that use a language model.
+    """Add --seed, --step, --tokenizer and --allow-imports, for all commands that use a language model.
 
     Args:
         parser: The parser of the command.
@@ -61,7 +61,7 @@ def model_options(parser: Parser, *, seed: str) -> None:
 
 
 def imports_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option of all commands that read a run.
+    """Add --allow-imports, for all commands that read a run.
 
     Args:
         parser: The parser of the command.
@@ -121,7 +121,7 @@ def text_configuration(
     """Return a configuration that loads the language model of a run, or of a Hugging Face folder.
 
     It keeps the model, precision and parallelism of a run, and the data type of a Hugging Face folder. The data of the
-    run need not exist.
+    run need not exist. The batch size is 1, and output goes to the temporary folder of the system.
 
     Args:
         args: The options of `model_options`, and `folder`, the folder of the run or the Hugging Face folder.

@@ -107,6 +107,8 @@ def to_write(
 ) -> tuple[list[str], list[list[int]], Collection[int]]:
     """Return the printed beginning of each text, the tokens of each prompt, and the tokens that end a text.
 
+    With --chat, the printed beginnings are empty.
+
     Args:
         args: The options of the command line.
         config: The configuration of the run.
@@ -139,6 +141,9 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
     Args:
         argv: The words of the command line, without the command.
+
+    Raises:
+        ConfigError: An option is wrong, or the ranks cannot divide the model.
     """
     args = parser().parse_args(argv)
     for name, value in (("--tools", args.tools), ("--argument", " ".join(args.argument))):
@@ -154,6 +159,8 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
 def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
     """Return the job of all ranks for a command that generates text with the model of a folder.
+
+    Its sequence length is rounded down, so that the ranks can divide it.
 
     Args:
         args: The options of the command line. Missing options of sampling are set by the model's folder.
@@ -192,6 +199,8 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
 
 def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> str:
     """Return each prompt followed by its continuation by the model, on every rank. A collective over all ranks.
+
+    With --chat, return the continuations alone.
 
     Args:
         args: The options of the command line.

@@ -96,7 +96,7 @@ class Server:
         self._reading = threading.Lock()
 
     def start(self) -> None:
-        """Listen, and print the address.
+        """Listen in a thread, and print the address. This returns at once.
 
         Raises:
             ConfigError: The address is not available.
@@ -177,7 +177,7 @@ class Server:
         return await self._send(request, body, parsed, chat=chat)
 
     async def _content(self, request: HTTPRequest) -> bytes:
-        """Read the body of a JSON request. Refuse the request when its size or time exceeds the limit."""
+        """Return the body of a JSON request. Raise HTTPException if it has another type, or is too long or too late."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise HTTPException(415, f"Content-Type = {kind[:60]!r} must be application/json")
@@ -335,7 +335,7 @@ async def _leaves(
 async def _all(
     parts: asyncio.Queue[Part], leaves: asyncio.Task[None]
 ) -> AsyncIterator[Piece | Ended]:
-    """Yield the parts of an answer up to its end; raise an AnswerError if the answer fails."""
+    """Yield the pieces of an answer, then its `Ended`; raise an AnswerError if the answer fails."""
     try:
         while isinstance(part := await parts.get(), Piece):
             yield part

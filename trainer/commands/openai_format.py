@@ -109,7 +109,9 @@ class Reply:
     async def events(
         self, pieces: AsyncIterator[Piece | Ended], *, with_usage: bool
     ) -> AsyncIterator[str]:
-        """Yield server-sent events: one for each part, one for the reason of the end, and one for the usage.
+        """Yield server-sent events: one for each part, one for the reason of the end, one for the usage, and `[DONE]`.
+
+        If the answer fails, the last event is the error.
 
         Args:
             pieces: The parts of the answer; the last one is `Ended`.
@@ -183,7 +185,10 @@ class Reply:
         }
 
     def _by_text(self, score: Score) -> dict[str, float] | None:
-        """Return text -> score of the likeliest tokens and the drawn one. Of equal texts, the likelier token counts."""
+        """Return text -> score of the likeliest tokens and the drawn one; None if the token has no score.
+
+        Of equal texts, the likelier token counts.
+        """
         if score.log_probability is None:
             return None
         scores_by_text = {}

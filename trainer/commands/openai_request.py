@@ -95,7 +95,7 @@ def request_of(
         body: The request.
         prompt: The tokens of the prompt.
         usual: The values of missing fields.
-        longest: Largest number of tokens of prompt and answer together.
+        longest: Largest number of tokens of prompt and answer together; the answer gets at most the rest.
         chat: Whether the request is for a chat.
 
     Raises:

@@ -87,13 +87,13 @@ COUNT = number(int, 1)
 
 @contextmanager
 def given_as(**options: str) -> Iterator[None]:
-    """Yield; add to errors of the context which option of the command line sets a key.
+    """Yield; add to a ConfigError of the context which option of the command line sets a key.
 
     Args:
         **options: The last word of each key, with its option.
 
     Raises:
-        ConfigError: The block raised it; its message now names the option.
+        ConfigError: The error of the context; its message now names the option.
     """
     try:
         yield

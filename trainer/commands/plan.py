@@ -84,7 +84,7 @@ def parse_mask(
         documents; and the name.
 
     Raises:
-        ConfigError: The text names no mask, or the documents have no effect or are wrong.
+        ConfigError: The text names no mask, or the documents are wrong or given with another mask than "document".
     """
     if document_text is not None and text != "document":
         raise ConfigError(

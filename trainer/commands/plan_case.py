@@ -88,7 +88,10 @@ class Case:
 
     @cached_property
     def pairs(self) -> np.ndarray:
-        """The number of visible pairs that each rank computes for its heads, (degree,) int64. It needs no plan."""
+        """The number of visible pairs of each rank, counted for one head, (degree,) int64. It needs no plan.
+
+        All ranks of a head group have the same number.
+        """
         total = np.concatenate([[0], np.cumsum(self.mask.work())])
         pairs = [
             sum(int(total[stop] - total[start]) for start, stop in ranges)

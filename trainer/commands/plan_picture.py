@@ -105,7 +105,9 @@ def places_of(tokens: np.ndarray, ranges: Ranges) -> np.ndarray:
 def areas_of(
     case: Case, rank: int, stage: Stage, tokens: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the visible pairs of each tile of a stage: their queries and their keys, two arrays of indices of `tokens`.
+    """Yield the visible pairs of each tile of a stage: the queries and the keys of M pairs, two arrays, (M,).
+
+    Both hold indices into `tokens`.
 
     Args:
         case: The case.
@@ -262,7 +264,10 @@ def rank_color(case: Case, rank: int) -> Color:
 
 
 def _stage_color(case: Case, rank: int, stage: int) -> Color:
-    """Return the colour of a rank, or of the first rank of its head group; for few ranks lighter with each stage."""
+    """Return the colour of the first rank of a rank's head group; for few ranks lighter with each stage.
+
+    It is grey if one head group has all ranks.
+    """
     if case.head_degree == case.degree > 1:
         return _GREY  # nobody's
     white = 0.75 * stage / max(len(case.stages(rank)) - 1, 1) * (case.degree <= _FEW)

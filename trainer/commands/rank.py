@@ -59,7 +59,8 @@ def main(argv: list[str] | None = None, *, launched: bool = False) -> int:
         launched: Whether our launcher started this rank.
 
     Returns:
-        The exit code.
+        The exit code: 0, 2 for a wrong configuration, LOST_PEERS if another rank is lost, otherwise 1 or the code of
+        `sys.exit`.
     """
     variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"} | os.environ
     rank, local_rank, world_size = (
@@ -249,6 +250,8 @@ def set_connections(environ: MutableMapping[str, str] = os.environ) -> None:
 def command_line(program: Callable[..., int] = main) -> int:
     """Run the program of a rank as a process: Ctrl-C prints no traceback, and a closed pipe does not end it.
 
+    If torch was imported, this ends the process and does not return.
+
     Args:
         program: Takes the arguments, and `launched`, whether our launcher started this rank; returns the exit code.
 
@@ -273,7 +276,7 @@ def command_line(program: Callable[..., int] = main) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """End this process without ending the interpreter.
+    """End this process without ending the interpreter; `atexit` functions run only if `code` is 0 or 2.
 
     Gloo's threads outlive their process group. If such a thread frees a tensor while Python ends, the process aborts
     (pytorch#190489). After a failure, NCCL and the threads that save could wait forever for another rank.

@@ -61,7 +61,7 @@ def launch_options(config: JobConfig, here: int, device_type: str) -> list[str]:
 
 
 def launch(arguments: list[str]) -> int:
-    """Start the launcher.
+    """Run the launcher in this process until the job ends.
 
     Args:
         arguments: The options of the launcher.
@@ -89,7 +89,7 @@ def all_ranks(here: int) -> int:
 
 
 def run(module: str, argv: list[str]) -> int:
-    """Run a command on the ranks of this machine.
+    """Run a command on the ranks of this machine; a job of one rank runs in this process.
 
     Args:
         module: The module of the command. Its function `checked` returns the options and the job of all ranks. Its
@@ -99,6 +99,9 @@ def run(module: str, argv: list[str]) -> int:
 
     Returns:
         The exit code.
+
+    Raises:
+        ConfigError: `checked` has found a wrong option or setting.
     """
     _, job = import_module(module).checked(argv)
     if job.degrees.world_size == 1:

@@ -49,6 +49,9 @@ def checked(argv: list[str]) -> tuple[argparse.Namespace, ResolvedJob]:
 
     Args:
         argv: The words of the command line, without the command.
+
+    Raises:
+        ConfigError: An option is wrong, a package is missing, or the ranks cannot divide the model.
     """
     args = parser().parse_args(argv)
     if missing := [

@@ -74,12 +74,12 @@ def check_length(prompt: Sequence[int], longest: int) -> None:
 
 
 def talk_options(described: Parser, when: str = "", *, tools: bool = True) -> None:
-    """Add the options of commands that use a chat template.
+    """Add --tools and --argument, for commands that use a chat template.
 
     Args:
         described: The parser of the command.
         when: The condition under which the options have an effect, for the help.
-        tools: Whether to add the option for tools. Without it, each request names its tools.
+        tools: Whether to add --tools. Without it, each request names its tools.
     """
     if tools:
         described.add_argument(
@@ -251,7 +251,7 @@ class Pieces:
         self.stopped = False
 
     def put(self, token: int) -> str:
-        """Add a token. The possible beginning of a stop is held back.
+        """Add a token. The possible beginning of a stop is held back. Do not call it after a stop.
 
         Args:
             token: The token.

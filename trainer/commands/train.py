@@ -41,6 +41,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 def main(argv: list[str]) -> int:
     """Check the configuration, print what starts, and start the ranks of this machine.
 
+    With --print-config or --check-config, no rank starts.
+
     Args:
         argv: The words of the command line, without the command.
 

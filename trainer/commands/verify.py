@@ -26,6 +26,8 @@ from trainer.stores.store import Store, reason_of
 def steps_of(path: str) -> tuple[Store, list[int], Path]:
     """Return the folder of checkpoints of a path, the steps in it, and the file of the run's configuration.
 
+    The file may not exist.
+
     Args:
         path: The path of the user: the folder of a run, its folder of checkpoints, or one saved step.
 

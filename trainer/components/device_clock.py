@@ -28,7 +28,7 @@ class DeviceClock:
         self._time = time.perf_counter()
 
     def mark(self) -> Mark:
-        """Return a mark at the end of the work that the device has been given so far."""
+        """Return a mark after the work on the current stream so far."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -54,7 +54,7 @@ class DeviceClock:
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
-        """Let the work inside, and the host that reads its results, wait for nothing that came after the mark.
+        """Run the work inside after the mark; neither it nor the host that reads its results waits for later work.
 
         Collectives inside need a group of their own, because NCCL runs the collectives of a group one after another.
 

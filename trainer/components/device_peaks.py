@@ -21,7 +21,7 @@ _PEAK_FLOPS = {
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a device for matrix products. None if it is not known.
+    """Return the peak FLOP/s of a device for matrix products. None if it is not known, as for all dtypes but bfloat16.
 
     Args:
         device: The device.

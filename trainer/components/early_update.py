@@ -67,7 +67,7 @@ class EarlyUpdates:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Wait for the updates; inside, only the other parameters have gradients for the optimizer.
+        """Wait for the updates; inside, only the other parameters have gradients. Afterwards all have them again.
 
         Yields:
             None.

@@ -36,7 +36,7 @@ class Sampling:
     top_p: float = 1.0
 
     def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        """Draw a token by its logits.
+        """Draw a token by its logits; at temperature 0 take the likeliest one.
 
         Args:
             logits: (V,).
@@ -86,7 +86,7 @@ def generate(
     prompts: Sequence[Sequence[int]],
     how: Writing,
 ) -> list[list[int]]:
-    """Return for each prompt the tokens that the model writes after it.
+    """Return for each prompt the tokens that the model writes after it, without a token that ends it. A collective.
 
     The model sees at most `training.seq_len` tokens: the older half of a longer text is dropped.
 
@@ -163,7 +163,7 @@ def _logits(
 ) -> Iterator[Tensor]:
     """Yield the logits of the token after each text, (B, V).
 
-    Between two yields the texts grow by a token, up to `most` tokens.
+    Between two yields, the caller adds a token to each text. The cache holds up to `most` tokens of a text.
 
     on_prompt: see `Writing`; called when the texts are read for the first time.
     """

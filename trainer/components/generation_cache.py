@@ -96,7 +96,8 @@ class GenerationCache:
     def run(self, model: nn.Module, tokens: Tensor) -> Tensor:
         """Return the hidden states of new tokens, (B, S, dim), the same on every rank. A collective.
 
-        Tensor-parallel ranks divide the tokens, so the tokens are padded at their end. No token sees later tokens.
+        Tensor-parallel ranks divide the tokens, so the tokens are padded at their end. No token sees later tokens. The
+        cache then has these tokens, too.
 
         Args:
             model: The model.
@@ -141,7 +142,10 @@ class GenerationCache:
         return all_reduce(local.contiguous(), self._cp)
 
     def _keep(self, module: nn.Module, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, ...]:
-        """Keep keys and values, (B, K, S, D), after the first `first` kept ones; return all kept ones up to here."""
+        """Write keys and values, (B, K, S, D), to the kept ones from place `first` on.
+
+        Return the kept keys and values up to the last written one, (B, K, first + S, D).
+        """
         if module not in self._kept:
             self._kept[module] = tuple(
                 x.new_empty(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v)
@@ -171,7 +175,7 @@ class GenerationCache:
         return module(x, weight, **settings)
 
     def _keep_state(self, module: nn.Module, tokens: Tokens, plan: Tensor | None) -> Tensor:
-        """Run the module over the prompts; padding changes no state."""
+        """Return the module's output for the prompts, and keep its state after them. Padding changes no state."""
         real = self._rows < self.lengths[:, None]
         inputs = (
             None if x is None else x * real.view(*real.shape, *[1] * (x.ndim - 2))
@@ -183,7 +187,7 @@ class GenerationCache:
         return out
 
     def _change_state(self, module: nn.Module, tokens: Tokens, plan: Tensor | None) -> Tensor:
-        """Continue the recurrence from the state, token by token; padded tokens have the output 0."""
+        """Return the output of new tokens, and change the state, token by token. Padded tokens have the output 0."""
         v = tokens.v
         dtype = wide_type(v.dtype)
         state = self._states.get(module)
@@ -237,9 +241,10 @@ class GenerationCache:
         return out, out.new_zeros(out.shape[0], out.shape[2])
 
     def _chosen(self, scores: Tensor, per_query: int) -> Tensor:
-        """Return which of the kept tokens are among the highest scores of all ranks, (B, S, T).
+        """Return whether each kept token is among the highest scores of all ranks: (B, S, T), bool. A collective.
 
-        scores: (B, S, T). Of equal scores the earlier tokens count.
+        scores: (B, S, T), for this rank's kept tokens. Of equal scores the earlier tokens count. per_query: number of
+        tokens to choose.
         """
         kept = self._positions[:, None, : scores.shape[2]]
         places = kept.clamp(min=0).expand_as(scores)
@@ -275,7 +280,8 @@ class GenerationCache:
     ) -> Tensor:
         """Return attention to the kept tokens of all ranks; shapes as in the module.
 
-        kept: keys and values of this rank's tokens, (B, K, T, D). seen: (B, S, T), which of them a new token sees.
+        A collective. kept: keys and values of this rank's tokens, (B, K, T, D). seen: (B, S, T), which of
+        them a new token sees.
         """
         keys, values = kept
         dtype = wide_type(q.dtype)
@@ -300,7 +306,7 @@ class GenerationCache:
         return (out if up is None else out @ value_projection.to(dtype)).to(keys.dtype)
 
     def _visible(self, kept: int, window: int | None) -> Tensor:
-        """Return which of the kept tokens each new token sees: (B, S, T)."""
+        """Return whether each new token sees each kept token of this rank: (B, S, T), bool."""
         keys = self._positions[:, None, :kept]
         queries = self._queries[:, :, None]
         seen = (keys >= 0) & (keys <= queries)

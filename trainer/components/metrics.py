@@ -232,7 +232,7 @@ class MetricsLogger:
         record: StepRecord,
         observed: Mapping[str, Any] | None = None,
     ) -> StepMetrics:
-        """Reduce and write one step. A collective: every rank calls it for the same steps.
+        """Reduce and write the metrics since the last log. A collective: every rank calls it for the same steps.
 
         Args:
             step: Number of the step.

@@ -35,7 +35,7 @@ def newton_schulz(x: Tensor) -> Tensor:
     """Return matrices with about the singular vectors of x, and singular values of 0.7 to 1.2: (N, rows, columns).
 
     Args:
-        x: Matrices, (N, rows, columns).
+        x: Matrices, (N, rows, columns). The result has their dtype.
     """
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
@@ -106,6 +106,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update all parameters. A collective of the ranks that share them.
 
+        If `found_inf` is 1, no parameter and no state changes.
+
         Args:
             closure: Not used.
         """
@@ -141,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         self._change(updates, returned(), share)
 
     def _advance(self, update: "_Update", share: Tensor | None) -> None:
-        """Update a momentum. A gradient that is not finite must not reach the momentum.
+        """Move a momentum towards its gradient. If the step must change nothing, the gradient becomes 0 first.
 
         share: 0 if the step must change nothing, else 1; None counts as 1.
         """
@@ -185,9 +187,9 @@ class Muon(torch.optim.Optimizer):
         first_row: int,
         bits_above: int,
     ) -> None:
-        """Store rows of a shard, from `first_row` on.
+        """Store `value` in `stored`, rows of a shard from `first_row` on, with rounding.
 
-        bits_above: number of low random bits of each element, which the rounding of another tensor uses.
+        bits_above: number of low random bits of each element to skip, because the rounding of another tensor uses them.
         """
         if value is not stored:
             start = first_row * stored.shape[1]

@@ -22,7 +22,7 @@ from trainer.runtime.agreement import gather_values
 def settle_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Bring each gradient to its parameter's placement: tensor parallelism leaves norms with partial sums.
 
-    All sums over the same ranks are one all-reduce.
+    A collective. All sums over the same ranks are one all-reduce.
 
     Args:
         parameters: Parameters; their gradients are replaced.
@@ -102,7 +102,7 @@ def clip_gradients(
 
 
 def replicas_of(x: Tensor, dims: ParallelDims) -> int:
-    """Return how many ranks hold the same shard: the product of the mesh dimensions over which x is not cut.
+    """Return how many ranks of a stage hold the same shard: the product of the mesh dimensions over which x is not cut.
 
     Args:
         x: A tensor of any shape, a DTensor if it is sharded.

@@ -173,7 +173,7 @@ def check_groups(
         dims: The meshes of the run.
 
     Raises:
-        SharedConfigError: An entry has no parameter, or Muon has no matrix.
+        SharedConfigError: An entry has no parameter that earlier entries leave to it, or Muon has no matrix.
     """
     names = [name for part in model_parts for name, _ in part.named_parameters()]
     used = [settings.group_of(name) for name in names]

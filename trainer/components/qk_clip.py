@@ -103,7 +103,7 @@ class QKClip(Observer):
         local.mul_(own.to(local.device, wide_type(local.dtype)))
 
     def record(self, positions: Positions) -> dict[str, float]:
-        """Return the largest S of the last step, and the number of clipped heads. A collective.
+        """Return the last step's largest logit before clipping, and the number of clipped heads. A collective.
 
         Args:
             positions: Positions of the data streams; not used.
@@ -123,7 +123,7 @@ class QKClip(Observer):
 def _row_factors(attention: nn.Module, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the parameters that make queries and keys, with the factor of each row of this tensor-parallel rank.
 
-    factors: factors of the logits of its heads.
+    factors: factors of the logits of its heads, (heads,). A head's factor is the product of its query's and its key's.
     """
     if isinstance(attention, LatentAttention):
         latent = attention.args.latent

@@ -53,7 +53,9 @@ class JsonLines:
         self._full = False
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
-        """Write a line. If the disk is full, lines wait, up to 16 MiB, and are written with a later line.
+        """Write a line.
+
+        If the disk is full, lines wait, up to 16 MiB, and are written with a later line. Further lines are lost.
 
         Args:
             metrics: The values, by name.
@@ -154,7 +156,7 @@ class TensorBoard:
             self._writer = self._open(purge_step=start_step + 1 if start_step else None)
 
     def write(self, metrics: Mapping[str, float | None]) -> None:
-        """Write the numbers of a step. On a full disk, skip steps for a minute.
+        """Write the numbers of a step. On a full disk, skip steps for a minute; raise other errors.
 
         Args:
             metrics: The values, by name; `step` is the step.
@@ -190,7 +192,7 @@ class TensorBoard:
         return SummaryWriter(str(self._run), purge_step=purge_step)
 
     def _give_up(self, error: OSError) -> None:
-        """Drop the writer, whose thread has ended, until a later step."""
+        """On a full disk, drop the writer, whose thread has ended, until a later step; else raise `error`."""
         if not (full := full_disk(error, self._run)):
             raise error
         if not self._lost:

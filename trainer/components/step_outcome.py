@@ -70,7 +70,7 @@ class StepTotals:
         return 1 - self._sums[:2].isfinite().all().float()
 
     def read(self) -> tuple[float, float, list[float]]:
-        """Return loss, gradient norm and votes: the only numbers that the host waits for in a step."""
+        """Return loss, gradient norm and votes of the whole job: the only numbers that the host waits for in a step."""
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, squares, *votes = self._host.tolist()
@@ -98,7 +98,7 @@ class StepGuard(Observer):
         self._losses: deque[float] = deque(maxlen=SPIKE_STEPS)
 
     def should_skip(self, step: int, loss: float, norm: float) -> bool:
-        """Return whether this step has no update, and warn if so. Warn also of a spike of the loss.
+        """Return whether to skip the update of this step, and warn if so. Warn also of a spike of the loss.
 
         Args:
             step: Number of the step.
@@ -106,7 +106,7 @@ class StepGuard(Observer):
             norm: Gradient norm of the step.
 
         Raises:
-            TrainingError: The loss or the norm is not finite, and no more steps may be skipped.
+            TrainingError: The loss or the norm is not finite, and no more steps in a row may be skipped.
         """
         if math.isfinite(loss) and math.isfinite(norm):
             self._in_a_row = 0

@@ -79,7 +79,9 @@ def _read_option(token: str, words: list[str], schema: type, read: Options) -> N
 
 
 def split(argv: list[str]) -> list[tuple[str, list[str]]]:
-    """Return each option with the words up to the next option. The value of `--key=value` is a word, too.
+    """Return each option, such as `--table.key`, with the words up to the next option.
+
+    The value of `--key=value` is a word, too.
 
     Args:
         argv: The words of the command line, without the program's name.

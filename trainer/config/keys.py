@@ -171,7 +171,7 @@ def key(
         bounds: The values that a number may have.
         unit: The unit, in words.
         example: A valid value, if the default is None.
-        when: The condition, or conditions, of an effect.
+        when: The condition, or conditions, under which the key has an effect.
         named: Whether it is a list of name=value.
     """
     when = when if isinstance(when, tuple) else (when,)

@@ -59,7 +59,7 @@ class UntrustedImports(ConfigError):
 def parse_command_line(
     argv: list[str], schema: type[JobConfig] = JobConfig, *, reading: bool = False
 ) -> CommandLine:
-    """Return the configuration of a command line and of the files that it names. --help exits with 0.
+    """Return the configuration of a command line and its files; import `job.imports` first. --help exits with 0.
 
     Args:
         argv: The words of the command line, without the program's name.
@@ -126,7 +126,7 @@ def _check_trust(
 
 
 def import_packages(names: Sequence[str]) -> None:
-    """Import modules, also from the folder where the command runs.
+    """Import modules, also from the folder where the command runs, which is added to `sys.path`.
 
     Args:
         names: Names of modules.
@@ -225,7 +225,7 @@ def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems
 def _typed_value(
     name: str, value: object, where: str, schema: type
 ) -> tuple[object, tuple[str, ...]]:
-    """Return today's value of one key, None for the default; and notes.
+    """Return the value of one key, with today's name and in its type, None for the default; and notes.
 
     Raises:
         ConfigError: The key is unknown or for the command line only, or the value has a wrong type.

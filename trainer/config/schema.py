@@ -211,7 +211,7 @@ class Model:
 
     @property
     def tokenizer_file(self) -> str:
-        """The tokenizer in use: `tokenizer_path`, the tokenizer of the folder of `flavor`, or the shipped one."""
+        """The path of the tokenizer in use: `tokenizer_path`, the folder `flavor` if it has one, or the shipped one."""
         if self.tokenizer_path is not None:
             return self.tokenizer_path
         folder = self.folder

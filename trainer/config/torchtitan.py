@@ -56,7 +56,10 @@ class Absent:
 
 
 def _one_of(key: str, values: Mapping[str, Any], instead: str) -> Callable[[str], Any]:
-    """Return the conversion of a key that once had these values. `instead` says what to use for another value."""
+    """Return the conversion of a key that once had these values.
+
+    It raises a ConfigError for another value; `instead` says what to use.
+    """
 
     def convert(value: str) -> Any:
         if value not in values:
@@ -191,14 +194,14 @@ def accepted_keys(schema: type) -> dict[str, Key]:
 
 
 def rewrite(values: Mapping[str, Any], where: str) -> Settings:
-    """Return the settings of one source with today's keys.
+    """Return the settings of one source with today's keys, the keys that this program lacks, and notes on older keys.
 
     Args:
         values: Values by "table.key".
         where: The source, for messages.
 
     Raises:
-        ConfigError: Two spellings of one setting have different values.
+        ConfigError: Two spellings of one setting have different values, or a value has no counterpart here.
     """
     today = {
         key: value for key, value in values.items() if key not in OLDER and key not in ABSENT
@@ -224,7 +227,7 @@ def rewrite(values: Mapping[str, Any], where: str) -> Settings:
 
 
 def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str, ...]]:
-    """Return today's name of a value, and a note if the name has changed.
+    """Return the value as today's versions write it, and a note if this differs from `value`.
 
     Args:
         key: One of today's keys.
@@ -250,8 +253,7 @@ def check_absent(absent: Mapping[str, tuple[Any, str]], config: JobConfig) -> li
         config: The configuration.
 
     Raises:
-        ConfigError: A setting is on that has no replacement, and the setting is on that it needs, if it needs one. The
-            message says what to do instead.
+        ConfigError: A setting is on and has an effect, but no replacement. The message says what to do instead.
     """
     notes = []
     ignored = {}

@@ -132,6 +132,9 @@ class ActivationCheckpoint:
     def checkpointed(self, layers: Iterable[int]) -> list[int]:
         """Return the indices of the layers that are checkpointed, whole or by operator.
 
+        These are every `whole_layers`-th layer, counted from 1, and all layers if it is 0. In mode "none" there are
+        none.
+
         Args:
             layers: Indices of the layers of a model or stage.
         """

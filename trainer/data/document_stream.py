@@ -42,7 +42,7 @@ class DocumentStream(ItemStream):
         self._sample: Sample | None = None  # the current document, read when it is needed
 
     def next_sample(self) -> PackedSequence:
-        """Return the next packed sequence.
+        """Return the next packed sequence. The stream has no end: a new epoch follows.
 
         Raises:
             ConfigError: No document of this stream has a token.

@@ -88,7 +88,7 @@ def _is_count(state: StreamState) -> bool:
 
 
 def loader_of(iterable: Any, epoch: int) -> StatefulDataLoader:
-    """Return the loader of a pass over an iterable or a sequence.
+    """Return the loader of a pass over an iterable or a sequence. Call its `set_epoch` if it has one.
 
     Args:
         iterable: The iterable.
@@ -192,8 +192,8 @@ class IterableDocuments:
             oldest: The number of that document in the pass.
 
         Returns:
-            "iterable_document", its number; and "iterable", the loader's state as JSON. The state is empty before the
-            first document, and if the iterable keeps none.
+            "iterable_document", its number; and "iterable", the loader's state as JSON. "iterable" is empty before
+            the first document, in another pass, and if the iterable keeps no state.
         """
         if epoch != self._epoch or not oldest:
             return {"iterable_document": 0, "iterable": ""}
@@ -209,7 +209,7 @@ class IterableDocuments:
     def __getitem__(self, place: tuple[int, int]) -> Encoded:
         """Return a document of a pass; a document without tokens if the record is bad and bad records are skipped.
 
-        Request documents in ascending order: an earlier document is not kept.
+        Request documents in ascending order: a document that was requested, and all before it, are not kept.
 
         Args:
             place: The numbers of the pass and of the document.

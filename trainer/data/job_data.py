@@ -49,7 +49,7 @@ def validation_data(config: JobConfig) -> DataSettings:
 
 
 def all_data(config: JobConfig) -> list[DataSettings]:
-    """Return the settings of all data sets that a job reads.
+    """Return the settings of all text data that a job reads; none for a task without text.
 
     Args:
         config: The configuration of the run.
@@ -86,7 +86,7 @@ def first_start(config: JobConfig) -> list[str]:
 def open_text(
     settings: DataSettings, packing: str | None = None, catalog: str | None = None
 ) -> DataSet:
-    """Open a data set.
+    """Open a data set. Without a catalog, make the token files that are missing.
 
     Args:
         settings: The settings of the data set.

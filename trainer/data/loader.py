@@ -170,6 +170,8 @@ class BatchLoader(StreamLoader):
 def data_identity(states: Positions, training: Training) -> dict[str, int | str]:
     """Return everything that all ranks of a job must have in common before they read data, by name.
 
+    The path of the data may differ between machines, and is left out.
+
     Args:
         states: The states of this rank's streams, before the first batch.
         training: The table [training].
@@ -222,7 +224,7 @@ class BatchesAhead:
         self._made: deque[_Step] = deque()
 
     def make(self, steps: int = 1) -> None:
-        """Make the batches of the next steps, unless they exist. `take` raises errors.
+        """Make the batches of the next steps, unless they exist. After an error, make none; `take` raises it.
 
         Args:
             steps: Number of steps.

@@ -145,7 +145,9 @@ class Mixture:
             part.check(data_streams, seed)
 
     def streams_with_text(self, data_streams: int, seed: int) -> int:
-        """Return `data_streams`, or fewer if a stream of a source had no text; 0 if a source has no text.
+        """Return with how many streams, at most `data_streams`, each stream of each source has text.
+
+        It is 0 if a source has no text.
 
         Args:
             data_streams: Number of streams.
@@ -229,7 +231,7 @@ DataSet = Union[TextData, Mixture, "IterableData"]
 
 
 def positions_of(states: Positions, names: Sequence[str]) -> list[tuple[float, float]]:
-    """Return (samples, passes) of each source. Waiting whole documents count as read.
+    """Return (samples, passes) of each source. Documents that wait for a sequence count as read.
 
     Samples are a sum over streams. Passes are a sum of the passes of each stream over its own share of the documents.
 

@@ -65,6 +65,8 @@ class Permutation(Sequence[int]):
 def shuffled(n: int, seed: int, *purpose: int) -> np.ndarray | Permutation:
     """Return a permutation of range(n) that depends only on the arguments, on every machine.
 
+    It is an array, (n,), uint32; for more than SORTED items it is a Permutation.
+
     It is made of raw bits: numpy keeps a bit generator's stream from version to version, but not `permutation`.
 
     Args:

@@ -102,8 +102,8 @@ class StreamLoader:
     def _next_samples(self, number: int) -> Iterator[tuple[int, Any]]:
         """Yield the next `number` samples of this rank, each with its global number.
 
-        Sample i is for rank i % degree, from stream i % data_streams. Samples of other ranks in the streams of this
-        rank are made and left out, also at the end.
+        Sample i is for rank i % degree, from stream i % data_streams. If a stream has samples of several ranks, each of
+        these ranks makes all of them and drops the samples of other ranks, also after its last one.
         """
         first = self._samples + (self._rank - self._samples) % self._degree
         for sample in range(first, first + number * self._degree, self._degree):
@@ -168,7 +168,7 @@ class StreamLoader:
 
 
 def _check(saved: StreamState, fixed: StreamState, position: StreamState) -> None:
-    """Check that the state of a stream means the same data as `fixed`, and has the entries of a position.
+    """Raise a ConfigError unless a stream's state is of the same data as `fixed`, and has the entries of a position.
 
     An entry of `IDENTITY` that an older state lacks is not compared.
     """
