@@ -235,11 +235,10 @@ def same_draws(tensors: Iterable[DomainTensor]) -> Iterator[None]:
     with _Draws() as draws:
         yield
     if draws.names:
-        on_cuda = any(x.is_cuda for x in tensors)
-        state = (
-            (torch.cuda.get_rng_state() if on_cuda else torch.get_rng_state()).numpy().tobytes()
-        )
-        if not _are_equal(state, tensors):
+        states = [torch.get_rng_state()]  # sharded tensors draw by it on GPUs, too
+        if any(x.is_cuda for x in tensors):
+            states.append(torch.cuda.get_rng_state())
+        if not _are_equal(torch.cat(states).numpy().tobytes(), tensors):
             warnings.warn(
                 f"the model draws random numbers ({', '.join(sorted(draws.names))}) and the ranks of the domain have "
                 "different random states, so whole tensors would differ between ranks. Call torch.manual_seed with the "

@@ -428,8 +428,8 @@ SETTINGS = (
     Mutant(
         "any word is near any key",
         "trainer/config/errors.py",
-        "return (shorter > 2) + (shorter > 6) + (shorter > 11)",
-        "return 4",
+        "_SIMILAR = 0.79",
+        "_SIMILAR = 0.0",
         "tests/unit/test_config_unknown.py",
     ),
     Mutant(

@@ -113,7 +113,7 @@ def test_a_long_text_is_shown_from_both_ends():
         (["list"], "`lct data` has one command"),
         (["show", "no.toml"], "no.toml"),
         (["show", "--sample", "-1"], "must be at least 0"),
-        (["show", "--html", "/no/such/folder/a.html", "--training.seq_len=64"], "cannot be written"),
+        (["show", "--html", "/no/such/folder/a.html", "--training.seq_len=64"], "cannot be read or written"),
     ],
 )
 def test_bad_arguments_are_one_sentence(argv, message, capsys):

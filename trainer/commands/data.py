@@ -182,12 +182,7 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
     documents = documents_of(batch, open_tokenizer(config.model.tokenizer_file))
     documents = [(head, shortened(parts, args.characters)) for head, parts in documents]
     if args.html is not None:
-        try:
-            args.html.write_text(page(documents, title), "utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--html {args.html} cannot be written ({error.strerror})"
-            ) from None
+        args.html.write_text(page(documents, title), "utf-8")
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     contents = data.contents()
     counts = [table(contents, training.seq_len)] if contents else []

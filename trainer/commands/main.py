@@ -68,7 +68,8 @@ def _run(arguments: list[str]) -> int:
             raise
         file = error.filename or "a file"
         report(
-            f"error: {file} cannot be read or written ({error.strerror}); check its path, permissions and disk"
+            f"error: {file} cannot be read or written ({error.strerror}); "
+            "check its path, permissions and disk"
         )
         return 2
     except KeyboardInterrupt:

@@ -87,18 +87,13 @@ def into_folder(args: argparse.Namespace) -> None:
         kind = args.dataset if has_messages else "hub"
         settings = replace(settings, dataset=kind, path=HUB * has_messages + data.path)
         log(f"{data}: {data.shards} shards of revision {data.revision}")
-    try:
-        tokenize(
-            Inputs.of(settings),
-            folder,
-            processes=args.processes,
-            log=log,
-            shard_bytes=args.shard_mb << 20,
-        )
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename or args.output} cannot be written ({error.strerror})"
-        ) from None
+    tokenize(
+        Inputs.of(settings),
+        folder,
+        processes=args.processes,
+        log=log,
+        shard_bytes=args.shard_mb << 20,
+    )
 
 
 def main(argv: list[str]) -> int:

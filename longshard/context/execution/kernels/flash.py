@@ -57,16 +57,16 @@ def gpu_capability() -> tuple[int, int] | None:
 def is_installed(module: str) -> bool:
     """Return whether a module is installed, without importing it; its parent packages are imported.
 
-    If a parent, or a module that a parent imports, is missing, return False. If a parent raises another ImportError,
-    return True, so that a later import shows the error.
+    If a parent is missing, return False. If the import of a parent fails, for example because a module that it needs is
+    missing, return True, so that a later import shows the error.
 
     Args:
         module: The name of the module.
     """
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    except ModuleNotFoundError as error:
+        return not f"{module}.".startswith(f"{error.name}.")
     except ImportError:
         return True
 
