@@ -297,7 +297,7 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
 def check_streams(
     where: str, items: int, data_streams: int | None, *, item: str = "document"
 ) -> None:
-    """Check that every data stream has a document.
+    """Check that there is a document, and that there are at least as many documents as streams.
 
     Args:
         where: The data set, as the message names it.
@@ -353,7 +353,7 @@ def _texts(_: DataSettings, part: Part) -> Iterator[Any]:
 def _rows(
     settings: DataSettings, part: Part, names: Sequence[str], read: Callable[..., Any]
 ) -> Iterator[Any] | None:
-    """Return the documents of rows, see `rows_of`; None if the part has lines."""
+    """Return the documents of rows of the hub or of Parquet, see `rows_of`; None if the part has lines."""
     file = part.files[0]
     if settings.hub:
         return HubData.of(settings.hub).records(part.start, read)
