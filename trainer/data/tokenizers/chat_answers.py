@@ -274,9 +274,7 @@ def left_out(messages: Messages, text: str) -> str:
 
 
 def _is_misspelled(arguments: object, text: str) -> bool:
-    """Return whether a text has arguments only in a wrong form: as JSON quoted twice, or an object as Python writes
-    it.
-    """
+    """Return whether a text has arguments only in a wrong form: as JSON quoted twice, or as Python writes an object."""
     if isinstance(arguments, str):
         return arguments.strip() not in text and _quoted(arguments) in text
     as_json = json.dumps(arguments, ensure_ascii=False)
