@@ -291,7 +291,7 @@ class TransformerArgs:
         return self.layer(layer).mixer.window
 
     def linear_shapes(self, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of every linear module on one tensor-parallel rank, by name.
+        """Return (outputs, inputs) of linear modules on one tensor-parallel rank, by name, without routed experts.
 
         Args:
             tp: Tensor-parallel degree.
@@ -365,10 +365,10 @@ def _layer(args: TransformerArgs, kind: LayerKind, predicts_further: bool) -> La
 
 @cache
 def sizes(family: str) -> dict[str, TransformerArgs]:
-    """Return the sizes of a family by flavor, from `sizes.toml`.
+    """Return the sizes of a family by flavor, from `sizes.toml`. The dict is kept, so callers must not change it.
 
     Args:
-        family: Name of the family.
+        family: Name of the family, of the tables in the file; KeyError for others.
     """
     tables = TABLES[family]
 
