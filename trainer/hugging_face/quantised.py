@@ -29,7 +29,7 @@ _VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
 
 
 def shapes_of(stored: Mapping[str, Stored]) -> dict[str, Shape]:
-    """Return the shapes of all tensors by name; blocks and their scales are one tensor.
+    """Return the shapes of all tensors by name. MXFP4 blocks and their scales become one tensor, as `dequantise` does.
 
     Args:
         stored: The tensors of a folder, by name.
@@ -47,8 +47,8 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the numbers in transformers' layout, (E, 2 * B * G, R), in bfloat16, which can hold all of them.
 
     Args:
-        blocks: (E, R, G, B), uint8.
-        scales: (E, R, G), uint8.
+        blocks: (E, R, G, B), uint8: two numbers of 4 bits a byte, the low bits first.
+        scales: (E, R, G), uint8: exponents of 2, plus 127.
     """
     values = torch.tensor(_VALUES, dtype=torch.bfloat16)
     # (E, R, G, B, 2)
@@ -57,7 +57,7 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors by name, each float8 tensor with its scales. The scales have no name of their own then.
+    """Return the tensors by name, each float8 tensor with its scales. The scales are no longer an entry by themselves.
 
     Args:
         stored: The tensors of a folder, by name.
