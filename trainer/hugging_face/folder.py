@@ -108,9 +108,7 @@ class HFFolder:
 
     @cached_property
     def entries(self) -> Entries:
-        """The entries of the model of text. If the model reads images too: `text_config`, with the outer entries
-        SHARED.
-        """
+        """The entries of the model of text. If the model reads images too: `text_config`, with outer entries SHARED."""
         if not self.reads_images:
             return self.whole_entries
         whole = self.whole_entries.content

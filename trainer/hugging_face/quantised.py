@@ -92,7 +92,9 @@ def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return (offsets, lengths) of the scales of a part of a float8 tensor.
+    """Return (offsets, lengths), in blocks, of the scales of a part of a float8 tensor.
+
+    Only the last two dimensions are divided by FLOAT8_BLOCK. A block that the part overlaps counts whole.
 
     Args:
         offsets: First index of the part in each dimension.
@@ -108,12 +110,12 @@ def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int]
 
 
 def scaled(part: Tensor, scales: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Return a part of a float8 tensor as float32, with the shape of `part`.
+    """Return a part of a float8 tensor times its scales, as float32, with the shape of `part`.
 
     Args:
         part: The part, (..., R, C).
         scales: Scales of the blocks that the part overlaps, (..., rows, columns) of blocks.
-        offsets: First index of the part in each dimension.
+        offsets: First index of the part in each dimension of the tensor.
     """
     for dim in range(-min(2, part.ndim), 0):
         blocks = torch.arange(offsets[dim], offsets[dim] + part.shape[dim]) // FLOAT8_BLOCK

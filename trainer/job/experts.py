@@ -11,7 +11,7 @@ from trainer.job.degrees import Degrees, divisors
 
 
 def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
-    """Check that `expert_parallel_degree` fits model and ranks.
+    """Check that `expert_parallel_degree` fits model and ranks. A model without experts is not checked.
 
     Args:
         config: The configuration of the run.
@@ -19,7 +19,7 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
         degrees: The degrees of parallelism.
 
     Raises:
-        ConfigError: The degree does not divide the experts and the ranks.
+        ConfigError: The degree does not divide the experts, or the ranks of FSDP, CP and TP together.
     """
     ep = config.parallelism.expert_parallel_degree
     experts = experts_of(args)
