@@ -88,8 +88,7 @@ class NewFolder:
         self._unfinished.mkdir(parents=True)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor, or the next rows of one, in the dtype of the folder. Tensors come in the order of
-        `shapes`.
+        """Write a whole tensor, or the next rows of one, in the dtype of the folder. The order follows `shapes`.
 
         The memory holds at most one more copy of the tensor.
 
@@ -175,8 +174,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
     """Return the ids of new tokens and the rows of the embedding, after writing a copy of the folder with these tokens.
 
     Spare rows are used first. Then rows are added up to a multiple of the largest power of two, at most 128, that
-    divides the old number of rows. So tensor parallelism still divides them. New and spare rows get the mean of the
-    rows before. Each tensor is in memory once.
+    divides the old number of rows, as tensor parallelism needs. Such rows get the mean of the rows before.
 
     Args:
         source: The folder.

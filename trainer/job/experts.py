@@ -71,6 +71,9 @@ def dispatch_bytes(
         itemsize: Bytes of an element.
         per_token: Experts that a token chooses.
         weight_itemsize: Bytes of the weight of an expert.
+
+    Returns:
+        The bytes of "expert_dispatch" and "expert_combine", and of both with "_backward".
     """
     row = aligned(dim * itemsize)
     weights = aligned(per_token * weight_itemsize)
@@ -84,11 +87,11 @@ def dispatch_bytes(
 
 
 def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
-    """Return to how many other ranks a token is sent on average, if it chooses all experts with equal probability.
+    """Return the average number of other ranks to which a token is sent, if all experts are equally likely.
 
     Args:
         experts: The arguments of the experts.
-        ep: The expert-parallel degree.
+        ep: The expert-parallel degree, a divisor of the number of experts.
     """
     elsewhere = experts.number - experts.number // ep
     none_there = math.comb(elsewhere, experts.per_token) / math.comb(
