@@ -69,8 +69,7 @@ class Preferences(Language):
         return super().check(config, model, degrees)
 
     def memory(self, job: ResolvedJob) -> RankMemory:
-        """Return the memory of the pipeline rank with the largest total, in bytes; a copied reference doubles the
-        weights.
+        """Return the memory of the pipeline rank with the largest total, in bytes; a copied reference doubles weights.
 
         Args:
             job: The resolved job.
