@@ -199,7 +199,7 @@ class TransformerBlock(nn.Module):
         return self._with_branch(x, out, self.ffn_post_norm)
 
     def with_feed_forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Add the output of the feed-forward network to x.
+        """Return x plus the output of the feed-forward network.
 
         Args:
             x: (B, S, dim), or a part of the sequence.
@@ -223,7 +223,7 @@ class TransformerBlock(nn.Module):
         return styles
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:
-        """Return the methods that are compiled if the block is not compiled as a whole."""
+        """Return the methods, as (module, name), that are compiled if the block is not compiled as a whole."""
         parts = [(self, "with_attention")]
         if self.has_experts:
             return parts + self.feed_forward.compiled_methods()
@@ -265,7 +265,7 @@ class FurtherTokenLayer(TransformerBlock):
         """Return the hidden states, (B, S, dim).
 
         Args:
-            x: Embeddings and hidden states, (B, S, 2 dim).
+            x: Embeddings, then hidden states, in the last dimension: (B, S, 2 dim).
             *args: The other arguments of `TransformerBlock.forward`.
             **adapter_inputs: Passed to the linear modules.
         """
