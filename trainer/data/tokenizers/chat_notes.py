@@ -84,7 +84,7 @@ def ends_of_spans(text: str, spans: Spans, special: tuple[str, ...]) -> list[boo
 
 
 def sum_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the sum of notes: for each kind the "number", and in "first" the place of the first one.
+    """Return the sum of notes, by kind: "number" is the number, and "first" says where the first one is.
 
     Args:
         notes: Sums of several shards or sources.
