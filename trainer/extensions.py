@@ -120,6 +120,9 @@ def register_task(task: TaskSpec, *, datasets: tuple[str, ...]) -> None:
     Args:
         task: The task.
         datasets: The values of `training.dataset` that select it.
+
+    Raises:
+        ConfigError: A name exists already, or there is no `task.module`.
     """
     check_place(f"register_task({task.name!r}): module", task.module)
     TASKS.add(task.name, task)
@@ -160,10 +163,10 @@ def register_optimizer(name: str, place: str) -> None:
 
     Args:
         name: Name of the optimizer.
-        place: The function, as "package.module:function".
+        place: The function, as "package.module:function". It is imported when the optimizer is made.
 
     Raises:
-        ConfigError: The name exists already.
+        ConfigError: The name exists already, or there is no such module or function.
     """
     if name in OPTIMIZERS_HERE:
         raise ConfigError(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 
 def grouped(sizes: Mapping[str, int], most: float) -> list[list[str]]:
-    """Return the names in groups whose sizes add up to at most `most`; a larger item is alone.
+    """Return the names, in their order, in groups whose sizes add up to at most `most`; a larger item is alone.
 
     Args:
         sizes: Size of each name.

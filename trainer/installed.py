@@ -8,7 +8,7 @@ _TRAINING = ("torch", "tiktoken")
 
 
 def check_installed(*, training: bool) -> None:
-    """End the process with exit code 2 if a package is missing.
+    """End the process with exit code 2 and a message on stderr if a package is missing.
 
     Args:
         training: Also check the packages that only training needs.

@@ -61,7 +61,7 @@ def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray
     """Return positions from 0 in each document, (n,) int64. The padding at the end has `NO_POSITION`.
 
     Args:
-        lengths: Tokens of each document; the padding is the last document.
+        lengths: Tokens of each document, then the number of padding tokens. n is their sum.
         padding: Number of padding tokens.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
@@ -71,10 +71,12 @@ def positions_of(lengths: np.ndarray | list[int], *, padding: int) -> np.ndarray
 
 
 def sample_of(document: Encoded) -> Sample:
-    """Return the tokens of a document with their labels: the next token, if it is learned.
+    """Return all n tokens of a document with n labels: the next token if it is learned, else IGNORE_INDEX.
+
+    The last token of each part of the document has the label IGNORE_INDEX.
 
     Args:
-        document: The document.
+        document: The document, not empty.
     """
     ids = document.ids.astype(np.int32)
     labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int32)
@@ -91,11 +93,11 @@ def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
     """Pack samples into one sequence. Padding is one more document, of token 0 without labels.
 
     Args:
-        samples: The samples, of at most `seq_len` tokens together.
+        samples: At least one sample, of at most `seq_len` tokens together. Each part of a sample is a document.
         seq_len: Tokens of the sequence.
 
     Returns:
-        The sequence.
+        The sequence. Its document ids count from 0.
     """
     lengths = [
         length for sample in samples for length in sample.lengths or (len(sample.tokens),)
@@ -115,11 +117,11 @@ def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
 
 
 def no_text(documents: object, stream: int) -> str:
-    """Return the message about a data stream without a label.
+    """Return the message that no document of a data stream holds text.
 
     Args:
-        documents: Number of its documents.
-        stream: Its number.
+        documents: Number of its documents, or words for the number.
+        stream: The number of the stream, from 0.
     """
     return (
         f"none of the {documents} documents of data stream {stream} holds text; "

@@ -72,7 +72,7 @@ class TextData:
         return streams_with_text(self.source.lengths() > 0, data_streams, seed)
 
     def packed(self, order: Order, seq_len: int) -> TextStream:
-        """Return a stream of documents in an order.
+        """Return a new stream of documents in an order: `DocumentStream` to concatenate them, else `WholeStream`.
 
         Args:
             order: The documents of the stream, in the order of each epoch.
@@ -97,10 +97,10 @@ class TextData:
         dp_rank: int,
         dp_degree: int,
     ) -> dict[int, TextStream]:
-        """Return the streams that a data-parallel rank reads, by number.
+        """Return the streams that a data-parallel rank reads, by number, at their beginning.
 
         Args:
-            items: Number of documents that are read.
+            items: Number of documents that are read, counted from the first one.
             seq_len: Tokens of a sequence.
             data_streams: Number of streams.
             seed: Seed of the order.
@@ -116,8 +116,12 @@ class TextData:
         """Return everything that the meaning of a position depends on, except seed and number of streams.
 
         Args:
-            items: Number of documents that are read.
+            items: Number of documents that are read, counted from the first one.
             seq_len: Tokens of a sequence.
+
+        Returns:
+            The number of documents, the hash of their content, the hashes `made_by`, and `seq_len` if long texts are
+            cut.
         """
         counts_pieces = self.packing != "concatenate" and not self.conversations
         pieces = {"seq_len": seq_len} if counts_pieces else {}
@@ -129,10 +133,12 @@ class TextData:
         }
 
     def items_of(self, saved: Mapping[str, Any]) -> int:
-        """Return how many documents a resumed run reads. New files after the last one wait for another run.
+        """Return how many documents a resumed run reads: the documents that were there when the run started.
+
+        New files after the last one are not read, which the log says.
 
         Args:
-            saved: An entry of the saved state.
+            saved: The result of `describe` in the checkpoint. If it lacks "documents", all documents are read.
 
         Raises:
             ConfigError: Documents are missing, or were added at another place.

@@ -49,7 +49,9 @@ class TooLong:
         self.left_out = Tally(kind if drops else f"ends of {kind}")
 
     def pieces(self, sample: Sample, seq_len: int) -> list[Sample]:
-        """Return the used part of a conversation as a list of one sample; an empty list if no part is used.
+        """Return the used part of a conversation as a list of one sample; an empty list if no label is used.
+
+        A conversation longer than a sequence is counted in `left_out`.
 
         Args:
             sample: The conversation.
@@ -121,7 +123,7 @@ class WholeStream(ItemStream):
         return self.order.passes(self._epoch, self._place - len(self._waiting))
 
     def restart(self, state: StreamState) -> None:
-        """Resume from a position.
+        """Resume from a position. The next sample reads the waiting documents again.
 
         Args:
             state: The position; empty for the beginning.
@@ -137,7 +139,7 @@ class WholeStream(ItemStream):
         """Whole pieces of the document read last; the last `_whole_left` of them are still to be returned."""
 
     def next_sample(self) -> PackedSequence:
-        """Return the next packed sequence.
+        """Return the next packed sequence. Documents are read as needed; at the end of an epoch the next one begins.
 
         Raises:
             ConfigError: No document of this stream has a label within a sequence.
@@ -169,9 +171,10 @@ class WholeStream(ItemStream):
         return chosen
 
     def _fill(self) -> bool:
-        """Read documents until enough tokens wait, and return whether a piece is left.
+        """Read documents until enough tokens wait. Return whether a piece is left: False only at the end of the epoch.
 
-        It also stops at the end of the order, when pieces of a long document are left, or after WINDOW documents.
+        It stops early at the end of the order, when whole pieces of a document are left, or if the oldest waiting
+        document is WINDOW places back.
         """
         if self._lengths is None:  # after a restart from a saved state
             self._lengths = []
@@ -219,10 +222,10 @@ class WholeStream(ItemStream):
         )
 
     def _read(self, place: int) -> None:
-        """Make the last piece of the document at a place in the epoch's order wait.
+        """Read the document at a place in the epoch's order, and add its last piece to the waiting ones.
 
-        The pieces before it, of `seq_len` tokens, replace `_whole`: each becomes a sequence by itself. A document
-        without pieces, such as one without labels, does not wait.
+        The pieces before, of `seq_len` tokens each, become `_whole`, which had no pieces left. Each becomes a sequence
+        by itself. A document without pieces, such as one without labels, does not wait.
         """
         pieces = self._pieces(place)
         self._whole = pieces[:-1]

@@ -88,7 +88,9 @@ class DecoderArgs(ModelArgs, Protocol):
 
 
 def decoder_modules(n_layers: int, mtp_layers: int = 0) -> tuple[str, ...]:
-    """Return the modules of a decoder in the order of the forward.
+    """Return the names of the modules of a decoder, in the order of the forward.
+
+    The layers are named "layers.0" and so on. Layers for further tokens continue the numbers, after "norm".
 
     Args:
         n_layers: Number of layers.
@@ -153,7 +155,9 @@ def is_further(args: ModelArgs, name: str) -> bool:
 
 
 def expert_layers(args: ModelArgs) -> list[int]:
-    """Return the numbers of the layers that have experts, with layers that predict further tokens.
+    """Return the numbers, from 0, of the layers that have experts; empty for a dense model.
+
+    Layers that predict further tokens count too.
 
     Args:
         args: The arguments of the model.
@@ -175,7 +179,9 @@ def kind_of_layer(args: DecoderArgs, layer: int) -> Any:
 
 
 def rotary_channels(args: DecoderArgs) -> int:
-    """Return how many channels the rotary tables have that the layers use.
+    """Return the number of channels of all rotary tables that a layer uses, summed over the tables.
+
+    Channels that a table leaves unchanged count too. If no layer rotates, the result is 0.
 
     Args:
         args: The arguments of the model.

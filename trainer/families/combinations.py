@@ -38,7 +38,7 @@ _FUSED_GATES = {f"feed_forward.{part}": "mlp.gate_up_proj" for part in ("w1", "w
 
 
 def _read_from(config: Entries, first: int) -> Fields:
-    """Read windows. Without `layer_types` the layers from number `first` on have the window, if there is one."""
+    """Read windows. Without `layer_types`, a window belongs to the layers from number `first` on, counted from 0."""
     has_window = config.content.get("sliding_window") is not None
     kinds = [
         SLIDING if has_window and layer >= first else FULL
@@ -53,7 +53,7 @@ def _read_cwm(config: Entries) -> Fields:
 
 
 def _read_exaone(config: Entries) -> Fields:
-    """Read windows; if some layers have one, the others rotate nothing."""
+    """Read windows. If a layer has a window, the layers without a window rotate nothing."""
     has_window = config.content.get("sliding_window") is not None
     every = config.whole("sliding_window_pattern", 4) if has_window else 1
     fields = read_windows(config, full_every(config, SLIDING, every))
@@ -65,7 +65,10 @@ def _read_exaone(config: Entries) -> Fields:
 
 
 def _read_thetas(config: Entries) -> Fields:
-    """Read the base of each layer's frequencies; in a layer with 0 nothing is rotated."""
+    """Read the base of each layer's frequencies. A layer with base 0 rotates nothing.
+
+    If the list has another form than one number a layer, a ConfigError is raised.
+    """
     n_layers = config.whole("num_hidden_layers")
     whole, _ = rotary(config)
     thetas = config.content.get("layer_rope_theta")

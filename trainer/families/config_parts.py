@@ -31,7 +31,7 @@ class Part:
 
 
 def only(key: str, *supported: Any, written: bool = False) -> Part:
-    """Return the part of a key that must have one of these values, the first by default.
+    """Return the part of a key that must have one of these values, the first by default. Others raise a ConfigError.
 
     Args:
         key: The key.
@@ -56,11 +56,11 @@ def always(**fields: Any) -> Part:
 
 
 def switch(key: str, *fields: str) -> Part:
-    """Return the part of a switch that these fields follow.
+    """Return the part of a switch. All these fields get its value.
 
     Args:
         key: The key of the switch.
-        *fields: Fields of `TransformerArgs`.
+        *fields: Fields of `TransformerArgs`. The first one is written.
     """
     return Part(
         lambda config: dict.fromkeys(fields, config.switch(key)),
@@ -99,7 +99,7 @@ def number(key: str, field: str, missing: float | None = None) -> Part:
     Args:
         key: The key.
         field: Field of `TransformerArgs`.
-        missing: The field's value if the file has no entry.
+        missing: The field's value if the file has no entry or null.
     """
 
     def read(config: Entries) -> Fields:
@@ -125,7 +125,7 @@ def read_layer_types(
         key: Key of the kinds.
 
     Raises:
-        ConfigError: Another kind, or too few or too many layers.
+        ConfigError: There is another kind, or the entry does not have one kind for each layer.
     """
     n_layers = config.whole("num_hidden_layers")
     kinds = config.content.get(key)
@@ -156,7 +156,7 @@ def full_every(config: Entries, other: str, every: int) -> list[str]:
 
 
 def read_windows(config: Entries, assumed: Sequence[str]) -> Fields:
-    """Return the sliding window and which layers have it, from `layer_types`.
+    """Return the fields of the sliding window, from `layer_types`: the window, and which layers have it.
 
     Args:
         config: The entries of the file.
@@ -265,7 +265,7 @@ def check_switched(config: Entries, window: int | None, needed: str) -> None:
 
 
 def _read_switched(config: Entries) -> Fields:
-    """Read Qwen's entries: a switch, and the first layer with a window."""
+    """Read Qwen's entries: a switch, and the number, from 0, of the first layer with a window."""
     first = config.content.get("max_window_layers", 28)  # the default of transformers
     if config.content.get("layer_types") is not None:
         first = 0  # not read
@@ -369,7 +369,7 @@ SHARED = {"shared_expert_intermediate_size": "shared_dim"}
 
 
 def experts(number: str, width: str, keys: dict[str, str] | None = None, **fields: Any) -> Part:
-    """Return the part of experts that a loss may balance.
+    """Return the part of routed experts, with the coefficient of their balance loss.
 
     Args:
         number: See `expert_keys`; since transformers 5 the number is `num_local_experts`.

@@ -158,7 +158,7 @@ class TransformerArgs:
 
     @property
     def score_scale(self) -> float:
-        """Factor of the scores of attention."""
+        """Factor of the scores of attention: as configured, or head_dim**-0.5, times a factor for stretched MLA."""
         if self.attention_scale is not None:
             return self.attention_scale
         stretched = self.latent is not None and self.rope_scaling is not None
@@ -188,7 +188,10 @@ class TransformerArgs:
         return replace(self, vocab_size=vocab_size, max_seq_len=max_seq_len, **asked)
 
     def tensor_parallel_sizes(self) -> dict[str, int]:
-        """Return the sizes that a tensor-parallel degree must divide, by their names in messages."""
+        """Return the sizes that a tensor-parallel degree must divide, by their names in messages.
+
+        If layers differ in a size, it is their greatest common divisor.
+        """
         layers = sorted(self._all_layers(), key=lambda layer: layer.mixer.is_recurrent)
         sizes = {}
         for part in ("mixer", "feed_forward"):
@@ -208,7 +211,7 @@ class TransformerArgs:
         """Return the kind of a layer. A layer for further tokens has the kind of the last layer with attention.
 
         Args:
-            number: Number of the layer.
+            number: Number of the layer, from 0.
         """
         if number >= self.n_layers:
             last = self.n_layers - 1
@@ -288,7 +291,7 @@ class TransformerArgs:
         return self.layer(layer).mixer.window
 
     def linear_shapes(self, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of every linear module on one tensor-parallel rank, by name.
+        """Return (outputs, inputs) of linear modules on one tensor-parallel rank, by name, without routed experts.
 
         Args:
             tp: Tensor-parallel degree.
@@ -362,10 +365,10 @@ def _layer(args: TransformerArgs, kind: LayerKind, predicts_further: bool) -> La
 
 @cache
 def sizes(family: str) -> dict[str, TransformerArgs]:
-    """Return the sizes of a family by flavor, from `sizes.toml`.
+    """Return the sizes of a family by flavor, from `sizes.toml`. The dict is kept, so callers must not change it.
 
     Args:
-        family: Name of the family.
+        family: Name of the family, of the tables in the file; KeyError for others.
     """
     tables = TABLES[family]
 

@@ -90,7 +90,8 @@ class HFDecoder:
     def unread(self, args: TransformerArgs) -> tuple[str, ...]:
         """Return name prefixes of tensors that are not read.
 
-        They belong to layers for further tokens, are shared by these, or are keys and values of layers that share them.
+        These tensors belong to layers for further tokens that the model lacks, or have shared values: such layers
+        repeat the embedding and the output, and layers that share keys and values repeat their projections.
 
         Args:
             args: The arguments of the model.
@@ -115,7 +116,8 @@ class HFDecoder:
     def check_features(self, args: TransformerArgs) -> None:
         """Check that the architecture has all features of the model.
 
-        To check this, the written entries are read again: they must give the same model.
+        To check this, the written entries are read again: they must give the same model. Values that the forward does
+        not need are not compared.
 
         Args:
             args: The arguments of the model.
@@ -148,7 +150,7 @@ class HFDecoder:
         """Return the arguments of the model.
 
         Args:
-            config: The entries of the file; ConfigError for a value that this program does not support.
+            config: The entries of the file; ConfigError for a missing entry or an unsupported value.
         """
         # An empty table of RoPE counts as missing.
         entries = {
@@ -280,10 +282,10 @@ def _computed(args: TransformerArgs) -> dict[str, Any]:
 
 
 def _heads(config: Entries, dim: int) -> tuple[int, int, int]:
-    """Return the numbers of query heads and of key/value heads, and the dimension of a head.
+    """Return the numbers of query heads and of key/value heads, and the channels of a head.
 
     Raises:
-        ConfigError: They do not divide each other, or the dimension is odd.
+        ConfigError: They do not divide each other, or the channels are odd.
     """
     n_heads = config.whole("num_attention_heads")
     n_kv_heads = config.whole("num_key_value_heads", n_heads)

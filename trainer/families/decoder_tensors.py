@@ -54,9 +54,9 @@ def hf_tensor(
 ) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter. None for a buffer of routers without a counterpart.
 
-    In the name of experts, {} is the number of an expert, and several names divide its rows; a folder may also have one
-    tensor. Without {}, the name is the name of one tensor for all experts. Modules with the same name there share a
-    tensor. The two rows of a rotary pair are adjacent here, and half of the rotated share of a head apart there.
+    Weights of experts have `stacked` names, and one tensor for all experts as `other_form`. A name without {} is one
+    tensor for all experts. Modules with the same name there share a tensor, see `first_row`. The two rows of a rotary
+    pair are adjacent here, and half of the rotated share of a head apart there.
 
     Args:
         args: The arguments of the model.
@@ -99,7 +99,7 @@ def hf_tensor(
 
 
 def _place(layer: Layer, dim: int, part: str, table: Mapping[str, str]) -> dict[str, int]:
-    """Return the place of a module's rows in a tensor there that several modules share; empty if none share one.
+    """Return `first_row` and `all_rows` of a module in a tensor there that several modules share; {} if none share one.
 
     part: name of the module in its layer. table: names of modules -> names there.
     """

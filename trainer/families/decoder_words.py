@@ -6,7 +6,7 @@ from trainer.families.args import all_layers
 
 
 def decoder_words(args: Any) -> str:
-    """Return a description of the parts of a decoder.
+    """Return a description of a decoder: its sizes, and the parts that not every decoder has. It has no full stop.
 
     Args:
         args: The arguments of the model, `TransformerArgs`, whose module imports this one.

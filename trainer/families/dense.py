@@ -32,7 +32,7 @@ from trainer.hugging_face.config_json import Entries, entries_of
 def _read_smollm3(config: Entries) -> Fields:
     """Read the layers that rotate nothing, by default every fourth one.
 
-    Windows, if switched on, belong to these layers.
+    If windows are switched on and `layer_types` is missing, these layers have the window.
     """
     n_layers = config.whole("num_hidden_layers")
     key = "no_rope_layers"
@@ -89,7 +89,10 @@ def _read_phi3(config: Entries) -> Fields:
 
 
 def _write_phi3(args: TransformerArgs) -> Fields:
-    """Write the table as published: transformers 4 accepts only three entries there, and computes the others."""
+    """Write the original length, and the table as published if it gives the same model.
+
+    transformers 4 accepts only three entries in this table, and computes the others.
+    """
     long = args.rope_scaling
     if long is None:
         return {}
@@ -134,7 +137,7 @@ _GEMMA4_EXPERTS = {
 
 
 def _read_gemma4(config: Entries) -> Fields:
-    """Read the kinds of layers; the last layer always sees all earlier tokens, as in transformers."""
+    """Read the kinds of layers and their fields. The last layer always sees all earlier tokens, as in transformers."""
     kinds = read_layer_types(config, (FULL, SLIDING), full_every(config, SLIDING, 6))
     kinds[-1] = FULL
     fields = read_windows(replace(config, content={**config.content, "layer_types": kinds}), ())
@@ -172,7 +175,11 @@ def _read_gemma4(config: Entries) -> Fields:
 
 
 def _first_shared(config: Entries, kinds: Sequence[str]) -> int:
-    """Return the first layer that shares the keys and values of an earlier layer; it and all later layers do."""
+    """Return the number, from 0, of the first layer that shares the keys and values of an earlier layer.
+
+    All later layers share theirs too. Without such layers, the result is the number of layers. If a kind has no layer
+    with keys of its own, a ConfigError is raised.
+    """
     key = "num_kv_shared_layers"
     shared = config.whole(key) if config.content.get(key) else 0
     first = len(kinds) - shared

@@ -7,7 +7,7 @@ from trainer.families.mixers import Names, Shapes, Sizes
 
 
 def gated_shapes(prefix: str, dim: int, hidden_dim: int) -> Shapes:
-    """Return the shapes of a gated network's three matrices.
+    """Return the shapes (outputs, inputs) of a gated network's three matrices `w1`, `w2` and `w3`, by name.
 
     Args:
         prefix: Beginning of their names.
@@ -114,7 +114,9 @@ class ExpertArgs:
         return 3 * dim * self.hidden_dim + (2 * self.hidden_dim + dim) * self.biases
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of the router and of the shared expert on one tensor-parallel rank.
+        """Return (outputs, inputs) of the router and of the shared expert on one tensor-parallel rank, by name.
+
+        Every rank has the whole router.
 
         Args:
             dim: Channels of the hidden states.

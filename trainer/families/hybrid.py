@@ -121,7 +121,7 @@ _KEYS = {
 
 
 def _read_kimi_layers(config: Entries) -> Fields:
-    """Read linear layers: a table lists them, each layer once, counted from one, or they are in `layer_types`."""
+    """Read linear layers: a table names all layers once, counted from 1. Without a table, `layer_types` names them."""
     n_layers = config.whole("num_hidden_layers")
     table = config.table("linear_attn_config")
     names = {

@@ -45,7 +45,7 @@ class RopeScaling:
 
     @property
     def score_factor(self) -> float:
-        """Factor of the scores of latent attention."""
+        """Factor of the scores of latent attention, see `mscale_all_dim`; 1 for other kinds than YaRN."""
         return (
             (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2
             if self.kind == "yarn"
@@ -54,7 +54,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """Factor of rotated queries and keys."""
+        """Factor of rotated queries and keys, see `attention_factor`; 1 for other kinds than YaRN and LongRoPE."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -70,12 +70,12 @@ class RopeScaling:
 def configured_scaling(
     settings: Model, flavors: RopeScaling | None, max_seq_len: int
 ) -> RopeScaling | None:
-    """Return the scaling that the settings ask for; None for a factor of 1.
+    """Return the scaling that the settings ask for. If the factor is 1, it is None, except for proportional positions.
 
     Settings that are not given come from the flavor, or are the usual ones.
 
     Args:
-        settings: Table `[model]`.
+        settings: Table `[model]`, in which `rope_scaling` is set.
         flavors: The scaling of the flavor. None: the flavor has none.
         max_seq_len: Longest sequence of the flavor, in tokens.
 
@@ -132,10 +132,10 @@ class LayerKind:
 
 
 def in_turns(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
-    """Return the shortest list of kinds that gives all layers when it is repeated.
+    """Return the shortest beginning of the kinds that gives all layers when it is repeated.
 
     Args:
-        kinds: The kind of each layer.
+        kinds: The kind of each layer, at least one.
     """
     turns = range(1, len(kinds) + 1)
     return next(
@@ -146,7 +146,9 @@ def in_turns(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
 
 
 def key_sources(kinds: Sequence[LayerKind]) -> dict[int, int]:
-    """Return the layers that share keys and values -> the layer that computes them.
+    """Return each layer that shares keys and values -> the layer that computes them: the last such layer before it.
+
+    Both layers have the same kind of heads. Layers count from 0.
 
     Args:
         kinds: The kind of each layer.
@@ -162,11 +164,11 @@ def key_sources(kinds: Sequence[LayerKind]) -> dict[int, int]:
 
 
 def with_windows(kinds: Sequence[LayerKind], every: int) -> tuple[LayerKind, ...]:
-    """Return the kinds with a window in every n-th layer, from the first layer on, and in no other.
+    """Return the kinds with a window in layers 0, n, 2n, ..., and in no other. The result repeats in turn.
 
     Args:
         kinds: Kinds of the first layers, which the others repeat in turn.
-        every: n.
+        every: n, at least 1.
     """
     layers = range(math.lcm(len(kinds), every))
     return in_turns(
@@ -175,7 +177,9 @@ def with_windows(kinds: Sequence[LayerKind], every: int) -> tuple[LayerKind, ...
 
 
 def configured_fields(args: Any, settings: Model) -> dict[str, Any]:
-    """Return the fields of a decoder's arguments that the settings change.
+    """Return the fields of a decoder's arguments that the settings decide, with their values.
+
+    Some of these fields are there even if their values do not change.
 
     Args:
         args: The arguments of the flavor.

@@ -87,7 +87,9 @@ class Layer:
         return _named(self.mixer.names, self.feed_forward.names) | self.norms.names
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name.
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name in the layer.
+
+        Routed experts are left out.
 
         Args:
             dim: Channels of the hidden states.
@@ -103,7 +105,7 @@ class Layer:
         return shapes | ({"projection": (dim, 2 * dim)} if self.predicts_further else {})
 
     def parameters(self, dim: int) -> int:
-        """Return the number of its parameters.
+        """Return the number of its parameters on all ranks together, with all experts.
 
         Args:
             dim: Channels of the hidden states.
@@ -129,9 +131,9 @@ class Layer:
         return weights + full, weights + causal
 
     def _products(self, dim: int, *, active: bool) -> int:
-        """Return the number of weights that tokens are multiplied by.
+        """Return the number of weights that tokens are multiplied by, on all ranks together.
 
-        active: only the experts that one token chooses.
+        active: whether to count only the experts that one token chooses.
         """
         return (
             sum(map(math.prod, self.linear_shapes(dim).values()))

@@ -92,7 +92,7 @@ class GatedDeltaArgs(LinearArgs):
         return {"q": keys, "k": keys, "v": self.value_heads * self.value_dim}
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name.
 
         Args:
             dim: Channels of the hidden states.
@@ -152,7 +152,9 @@ class KimiDeltaArgs(LinearArgs):
         return dict.fromkeys("qkv", self.heads * self.head_dim)
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name.
+
+        Every rank has the whole modules `f_a` and `g_a`.
 
         Args:
             dim: Channels of the hidden states.
@@ -220,7 +222,9 @@ class MambaArgs(LinearArgs):
         return {"x": self.heads * self.head_dim, "b": group_channels, "c": group_channels}
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name.
+
+        If there is one group, every rank has the whole B and C.
 
         Args:
             dim: Channels of the hidden states.

@@ -115,7 +115,7 @@ class AttentionArgs:
         return self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name.
 
         Args:
             dim: Channels of the hidden states.
@@ -252,7 +252,9 @@ class LatentAttentionArgs:
     }
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank.
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name.
+
+        Every rank has the whole modules `wq_a` and `wkv_a`. The up-projection of latents is no linear module.
 
         Args:
             dim: Channels of the hidden states.
@@ -321,7 +323,9 @@ class SparseAttentionArgs(LatentAttentionArgs):
     }
 
     def linear_shapes(self, dim: int, tp: int = 1) -> Shapes:
-        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, which has the whole indexer.
+        """Return (outputs, inputs) of its linear modules on one tensor-parallel rank, by name.
+
+        Every rank has the whole indexer.
 
         Args:
             dim: Channels of the hidden states.

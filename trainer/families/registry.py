@@ -149,6 +149,8 @@ def base_weights(config: JobConfig) -> str | None:
 def from_path(config: JobConfig, folder: ModelFolder | None = None) -> JobConfig:
     """Return the configuration with `model.path` written out: family, sizes, and weights if no others are named.
 
+    Without `model.path`, the configuration is returned unchanged. Else the result has `model.path` None.
+
     Args:
         config: The configuration.
         folder: The result of `model_folder`. None: it is opened here.

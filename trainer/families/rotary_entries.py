@@ -16,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def rotary_table(config: Entries) -> Entries:
-    """Return the table of rotary positions; if there are two tables, the table of layers without a window.
+    """Return the table of rotary positions, empty if there is none; if there are two, the one for full attention.
 
     Args:
         config: The entries of the file.
@@ -33,7 +33,7 @@ def _head_dim(config: Entries) -> int:
 
 
 def rotary_share(config: Entries) -> float:
-    """Return the share of a head's channels that is rotated.
+    """Return the share of a head's channels that is rotated, by default 1.
 
     Args:
         config: The entries of the file.
@@ -67,11 +67,14 @@ _NUMBERS = {
 
 
 def rotary(config: Entries, kinds: Sequence[str] = KINDS) -> tuple[float, RopeScaling | None]:
-    """Return the base of the frequencies and their scaling; None for no scaling.
+    """Return the base of the frequencies, by default 10000, and their scaling; None for no scaling.
 
     Args:
         config: The entries of the file.
-        kinds: The types that the architecture supports.
+        kinds: The types that the architecture supports, the default one first.
+
+    Raises:
+        ConfigError: The type is another one, or an entry of the scaling is missing or no such number.
     """
     table = rotary_table(config)
     theta = float(
@@ -107,7 +110,10 @@ def rotary(config: Entries, kinds: Sequence[str] = KINDS) -> tuple[float, RopeSc
 
 
 def _longrope(config: Entries, table: Entries) -> RopeScaling:
-    """Return the scaling of LongRoPE. Phi's files have the original length outside the table, and no factor."""
+    """Return the scaling of LongRoPE. Phi's files have the original length outside the table, and no factor.
+
+    If a list of factors does not have one number above 0 for each rotated pair, a ConfigError is raised.
+    """
     key = "original_max_position_embeddings"
     original = (config if key in config.content else table).whole(key)
     pairs = int(_head_dim(config) * rotary_share(config)) // 2
@@ -135,9 +141,9 @@ def _longrope(config: Entries, table: Entries) -> RopeScaling:
 
 
 def _attention_factor(table: Entries) -> float | None:
-    """Return YaRN's factor of attention if it differs from the paper: as one entry, or as DeepSeek's two.
+    """Return YaRN's factor of attention from its entry, or computed from DeepSeek's two entries.
 
-    Otherwise None.
+    Without these entries, it is None: the factor of the paper.
     """
     both = [table.content.get(key) for key in ("mscale", "mscale_all_dim")]
     if table.content.get("attention_factor") is not None:
@@ -183,7 +189,7 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def write_local_tables(args: Any, otherwise: float) -> dict[str, Any]:
-    """Return the rotary tables of both kinds of layers.
+    """Return the entry `rope_parameters` with the rotary tables of layers without and with a window.
 
     Args:
         args: The arguments of the model.

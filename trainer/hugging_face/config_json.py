@@ -25,11 +25,11 @@ class Entries:
     content: Mapping[str, Any]
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number above 0.
+        """Return a number above 0: an int or a float, as the file has it.
 
         Args:
             key: The key.
-            default: The value if the entry is missing. None: the entry is needed.
+            default: The value if the entry is missing or null. None: the entry is needed.
 
         Raises:
             ConfigError: The entry is no such number, or missing without a default.
@@ -45,11 +45,11 @@ class Entries:
         return value
 
     def whole(self, key: str, default: int | None = None, *, most: int | None = None) -> int:
-        """Return a whole number above 0.
+        """Return a whole number above 0. The file must have it without a decimal point.
 
         Args:
             key: The key.
-            default: The value if the entry is missing. None: the entry is needed.
+            default: The value if the entry is missing or null. None: the entry is needed.
             most: The largest number. None: no bound.
 
         Raises:

@@ -39,10 +39,10 @@ def plan_files(
     most_bytes: float,
     stem: str = "model",
 ) -> tuple[list[NewFile], str]:
-    """Plan files of at most `most_bytes` of tensors. A larger tensor has a file of its own.
+    """Plan files of at most `most_bytes` of tensors. A larger tensor has a file of its own. Nothing is written.
 
     Args:
-        shapes: Shape of each tensor.
+        shapes: Shape of each tensor, at least one.
         dtypes: Dtype of each tensor.
         most_bytes: Largest number of bytes of the tensors of one file.
         stem: Beginning of the names of files.

@@ -93,7 +93,7 @@ class HFModel:
     """Whether the model has layers for further tokens, which need not have a name there."""
 
     def in_folder(self, names: Collection[str]) -> "HFModel":
-        """Return the model with the names and the forms that a folder has for its tensors.
+        """Return the model with the names and the forms that a folder has for its tensors. Missing tensors are ignored.
 
         Args:
             names: Names of the tensors of the folder.
@@ -119,7 +119,7 @@ class HFModel:
         return replace(self, pairs=pairs, further=frozenset())
 
     def shapes(self) -> dict[str, Shape]:
-        """Return the shapes of the tensors there, by name, in our order."""
+        """Return the whole shapes of the tensors there, by name, in our order."""
         return {
             there: (hf.all_rows or y.shape[0], *y.shape[1:])
             for x, hf in self.pairs.values()
@@ -142,7 +142,7 @@ def _inside(hf: HFTensor) -> HFTensor:
 
 
 def check_shapes(file_shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]) -> None:
-    """Compare the tensors of files with the tensors of the model.
+    """Check that the tensors of files have the names and shapes of the tensors of the model.
 
     Args:
         file_shapes: Shapes of the tensors in the files.

@@ -24,6 +24,8 @@ DTYPES = FLOATS | {"U8": torch.uint8, FLOAT8: torch.float8_e4m3fn}
 def wider_types(tensors: Mapping[str, Stored]) -> dict[str, torch.dtype]:
     """Return the dtypes of tensors that are wider than most weights, for example norms in float32, by name.
 
+    The dtype of most elements counts as the dtype of most weights.
+
     Args:
         tensors: The tensors of a folder, by name.
     """
@@ -49,7 +51,9 @@ def dtype_of(stored: Stored) -> torch.dtype:
 
 
 def read_part(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Return a part of a tensor of a file, of shape `lengths`. Only its bytes and its scales are read.
+    """Return a part of a tensor of a file, of shape `lengths`, on the CPU. Only its bytes and its scales are read.
+
+    A tensor with scales becomes float32; others keep their dtype.
 
     Args:
         stored: The tensor in the file.
@@ -88,7 +92,7 @@ def _read_bytes(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) 
 def _runs(
     stored: Stored, offsets: Sequence[int], lengths: Sequence[int]
 ) -> Iterator[tuple[int, int]]:
-    """Yield (first byte, bytes) of the contiguous runs of a part, in its order."""
+    """Yield (first byte in the file, number of bytes) of the contiguous runs of a part, in its order."""
     shape = stored.shape
     itemsize = BYTES[stored.dtype]
     # The last dimension that is not read whole: a run is contiguous in it and in all inner dimensions.

@@ -29,7 +29,7 @@ _VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
 
 
 def shapes_of(stored: Mapping[str, Stored]) -> dict[str, Shape]:
-    """Return the shapes of all tensors by name; blocks and their scales are one tensor.
+    """Return the shapes of all tensors by name. MXFP4 blocks and their scales become one tensor, as `dequantise` does.
 
     Args:
         stored: The tensors of a folder, by name.
@@ -47,8 +47,8 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the numbers in transformers' layout, (E, 2 * B * G, R), in bfloat16, which can hold all of them.
 
     Args:
-        blocks: (E, R, G, B), uint8.
-        scales: (E, R, G), uint8.
+        blocks: (E, R, G, B), uint8: two numbers of 4 bits a byte, the low bits first.
+        scales: (E, R, G), uint8: exponents of 2, plus 127.
     """
     values = torch.tensor(_VALUES, dtype=torch.bfloat16)
     # (E, R, G, B, 2)
@@ -57,7 +57,7 @@ def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Return the tensors by name, each float8 tensor with its scales. The scales have no name of their own then.
+    """Return the tensors by name, each float8 tensor with its scales. The scales are no longer an entry by themselves.
 
     Args:
         stored: The tensors of a folder, by name.
@@ -92,7 +92,9 @@ def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return (offsets, lengths) of the scales of a part of a float8 tensor.
+    """Return (offsets, lengths), in blocks, of the scales of a part of a float8 tensor.
+
+    Only the last two dimensions are divided by FLOAT8_BLOCK. A block that the part overlaps counts whole.
 
     Args:
         offsets: First index of the part in each dimension.
@@ -108,12 +110,12 @@ def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int]
 
 
 def scaled(part: Tensor, scales: Tensor, offsets: Sequence[int]) -> Tensor:
-    """Return a part of a float8 tensor as float32, with the shape of `part`.
+    """Return a part of a float8 tensor times its scales, as float32, with the shape of `part`.
 
     Args:
         part: The part, (..., R, C).
         scales: Scales of the blocks that the part overlaps, (..., rows, columns) of blocks.
-        offsets: First index of the part in each dimension.
+        offsets: First index of the part in each dimension of the tensor.
     """
     for dim in range(-min(2, part.ndim), 0):
         blocks = torch.arange(offsets[dim], offsets[dim] + part.shape[dim]) // FLOAT8_BLOCK

@@ -106,8 +106,9 @@ class HFReader(FileSystemReader):
     ) -> Tensor:
         """Return a part of our tensor, by default all of it: of shape `lengths`, on the CPU, in the file's dtype.
 
-        The part is in memory at most twice. If each row (dim 0) changes by itself, whole rows are read. If more than
-        the order of rows changes, the whole tensor is read.
+        Float8 tensors become float32, and MXFP4 tensors become bfloat16. The part is in memory at most twice. If each
+        row (dim 0) changes by itself, whole rows are read. If more than the order of rows changes, the whole tensor is
+        read.
 
         Args:
             name: Our name of the tensor.
@@ -148,7 +149,10 @@ class HFReader(FileSystemReader):
         offsets: Sequence[int],
         lengths: Sequence[int],
     ) -> Tensor:
-        """Return a part of a tensor whose rows are built from other tensors. names: names of the parts of each row."""
+        """Return a part of a tensor, of shape `lengths`, whose rows are built from other tensors.
+
+        names: names of the parts of each row. shape: of the whole tensor. The parts are equal in dim 1.
+        """
         part = torch.empty(tuple(lengths), dtype=self._dtype_of_all(sum(map(tuple, names), ())))
         size = shape[1] // len(names[0])
         first = offsets[1]
@@ -193,7 +197,7 @@ class HFReader(FileSystemReader):
         """Return the tensors of the folder that the run rounds: wider than most of the folder, and than the run's.
 
         Args:
-            types: Dtypes of the run's tensors, by their names in this program.
+            types: Dtypes of the run's tensors, by their names in this program. Other tensors are ignored.
 
         Returns:
             Names in the folder.
@@ -214,7 +218,7 @@ class HFReader(FileSystemReader):
     # ---- the protocol of DCP
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the shapes and dtypes of our tensors, for DCP.
+        """Return the whole shapes and the dtypes of our tensors, for DCP. Each name is "model." and our name.
 
         Args:
             *args: Not used.
@@ -231,7 +235,7 @@ class HFReader(FileSystemReader):
         return Metadata(entries, storage_data={})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the parts that DCP asks for.
+        """Read the parts that DCP asks for into their targets, one after another, in the dtype of each target.
 
         Args:
             plan: The parts.

@@ -50,6 +50,8 @@ class Stored:
 def read_folder(folder: Path) -> dict[str, Stored]:
     """Return every tensor of a Hugging Face folder, by name, except rotary tables, which models compute.
 
+    Only the index and the headers of files are read. A tensor that the index does not name counts too.
+
     Args:
         folder: The folder.
 
@@ -90,7 +92,7 @@ def read_folder(folder: Path) -> dict[str, Stored]:
 
 
 def _without_tables(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Leave out the tables of frequencies, which transformers stored until 2023 and ignores since then."""
+    """Return the tensors without tables of frequencies, which transformers stored until 2023 and ignores since then."""
     return {
         name: stored
         for name, stored in tensors.items()

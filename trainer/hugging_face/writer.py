@@ -88,11 +88,13 @@ class NewFolder:
         self._unfinished.mkdir(parents=True)
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write a whole tensor, or the next rows of one. The memory holds at most one more copy of it.
+        """Write a whole tensor, or the next rows of one, in the dtype of the folder. The order follows `shapes`.
+
+        The memory holds at most one more copy of the tensor.
 
         Args:
             name: Name of the tensor.
-            tensor: The tensor, or some whole rows of it, any shape.
+            tensor: The tensor, or some whole rows of it, any shape, on the CPU.
 
         Raises:
             OSError: It cannot be written.
@@ -172,7 +174,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
     """Return the ids of new tokens and the rows of the embedding, after writing a copy of the folder with these tokens.
 
     Spare rows are used first. Then rows are added up to a multiple of the largest power of two, at most 128, that
-    divides the old number of rows. So tensor parallelism still divides them. Each tensor is in memory once.
+    divides the old number of rows, as tensor parallelism needs. Such rows get the mean of the rows before.
 
     Args:
         source: The folder.
@@ -180,8 +182,8 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
         tokens: The new tokens.
 
     Raises:
-        ConfigError: A token exists already, is empty or comes twice, or the folder has no embedding or
-            tokenizer, or quantised weights.
+        ConfigError: A token exists already, is empty or comes twice, or the folder has no embedding or tokenizer, or
+            quantised weights.
         OSError: The copy cannot be written.
     """
     there = HFFolder(source)
@@ -221,7 +223,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
 
 
 def _with_rows(tensor: Tensor, rows: int, first: int) -> Tensor:
-    """Return `rows` rows in all: the rows before `first`, followed by copies of their mean."""
+    """Return a new tensor of `rows` rows: the rows before `first`, followed by copies of their mean."""
     sums = sum(block.double().sum(0) for block in tensor[:first].split(_ROWS))
     longer = (sums / first).to(tensor.dtype).expand(rows, -1).clone()
     longer[:first] = tensor[:first]

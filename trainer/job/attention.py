@@ -103,7 +103,7 @@ def _needs_plan(config: JobConfig, model: ModelArgs, device_type: str) -> bool:
 
 
 def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallelOptions:
-    """Return the configured options; the method `auto` becomes the default method.
+    """Return the configured options, without heads a pass; the method `auto` becomes the default method.
 
     Raises:
         ConfigError: `context_parallel_hybrid_degrees` or the data type of gradients does not fit.
@@ -154,7 +154,7 @@ def _check_keeping(model: ModelArgs, passes: int, queries: int) -> None:
 
 
 def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:
-    """Return whether one call of attention has more elements than GPU kernels can address. A plan divides such a call.
+    """Return whether one call on a rank has more elements than GPU kernels can address. A plan divides such a call.
 
     Args:
         config: The configuration of the run.
@@ -349,7 +349,7 @@ def _kv_heads(model: ModelArgs, tp: int) -> int:
 
 
 def _checked_gradients(config: JobConfig, device_type: str) -> str:
-    """Return the type of sent dK and dV, "float32" for float64, too; raise a ConfigError if the model's is wider."""
+    """Return the configured type of sent dK and dV; raise a ConfigError if it is bfloat16 and the model's is wider."""
     wanted = config.parallelism.context_parallel_gradient_dtype
     computed = config.training.compute_dtype(device_type)
     if wanted == "bfloat16" != computed:
@@ -363,7 +363,7 @@ def _checked_gradients(config: JobConfig, device_type: str) -> str:
 def _checked_heads(
     parallelism: Parallelism, options: ContextParallelOptions, model: ModelArgs
 ) -> tuple[int, int]:
-    """Return how many key/value heads, and query heads, are sent at a time; 0 means all.
+    """Return how many key/value heads, and query heads of one of them, are sent at a time; 0 means all.
 
     Raises:
         ConfigError: A configured number is not less than all heads, or depends on a method that `auto` leaves open.

@@ -69,6 +69,8 @@ def check_mixture(config: JobConfig) -> None:
 def check_training_data(config: JobConfig) -> None:
     """Check the data set, or each source of the mixture, by `check_data`.
 
+    A mixture of data without files is not checked here, see `check_mixture`.
+
     Args:
         config: The configuration of the run.
 
@@ -93,6 +95,8 @@ def has_files(dataset: str) -> bool:
 
 def check_chat(config: JobConfig) -> None:
     """Check that the chat template fits the first conversation of each data set, and that packing cuts no conversation.
+
+    Data on the hub and missing data are not read.
 
     Args:
         config: The configuration of the run.
@@ -142,7 +146,8 @@ def check_chat(config: JobConfig) -> None:
 def conversation_notes(config: JobConfig) -> list[str]:
     """Return a sentence for each kind of part that the text of some conversations lacks, such as reasoning or tools.
 
-    Only the first conversations of each source are read, and none of a source on the hub.
+    Only the first conversations of each source are read, for some seconds, and none of a source on the hub. A
+    conversation that the start would refuse is skipped.
 
     Args:
         config: The configuration of the run.
@@ -168,14 +173,14 @@ def conversation_notes(config: JobConfig) -> list[str]:
 
 
 def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
-    """Check the length of validation sequences.
+    """Check the length of validation sequences, if validation is on.
 
     Args:
         config: The configuration of the run.
         degrees: The degrees of parallelism.
 
     Returns:
-        Notes for the log.
+        Notes for the log: one if validation reads the training data.
 
     Raises:
         ConfigError: The sequences are longer than in training, or the ranks cannot divide them.
@@ -203,7 +208,7 @@ def check_validation(config: JobConfig, degrees: Degrees) -> list[str]:
 
 
 def check_validation_data(config: JobConfig) -> None:
-    """Check that the validation data exist, by `check_data`.
+    """Check that the validation data exist, by `check_data`, if validation is on.
 
     Args:
         config: The configuration of the run.

@@ -56,7 +56,10 @@ class Degrees:
         return {f"domain_{axis}": degree for axis, degree in enumerate(self.domain)}
 
     def sizes(self) -> dict[str, int]:
-        """Return the degree of each dimension of the mesh, by name."""
+        """Return the degree of each dimension of the mesh, by name, also degrees of 1.
+
+        Context parallelism has the dimensions "cp_ring" and "cp_a2a", or else the axes of a field.
+        """
         sizes = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
         if self.ep is not None:
             sizes |= {"efsdp": self.efsdp, "ep": self.ep}
@@ -65,7 +68,7 @@ class Degrees:
         return sizes | {"cp_ring": self.cp // self.cp_a2a, "cp_a2a": self.cp_a2a}
 
     def text(self) -> str:
-        """Return the degrees above one as text, such as `dp_replicate 2 x dp_shard 2 x tp 2`."""
+        """Return the degrees above one as text, such as `dp_replicate 2 x dp_shard 2 x tp 2`; or "one device"."""
         named = {name: getattr(self, name) for name in KEYS if name != "domain"}
         if self.domain:
             named |= {"cp": 1} | self.domain_axes
@@ -151,7 +154,10 @@ def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
 
 
 def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
-    """Return, for each degree, the change that alone makes the product fit; if there is none, a change of several."""
+    """Return changes that make the product fit, in words: each one for a single degree.
+
+    If no single change suffices, the list has one change of several degrees.
+    """
     free = [name for name, degree in named.items() if degree != -1]
     single = []
     for name in free:

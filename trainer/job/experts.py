@@ -11,7 +11,7 @@ from trainer.job.degrees import Degrees, divisors
 
 
 def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
-    """Check that `expert_parallel_degree` fits model and ranks.
+    """Check that `expert_parallel_degree` fits model and ranks. A model without experts is not checked.
 
     Args:
         config: The configuration of the run.
@@ -19,7 +19,7 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
         degrees: The degrees of parallelism.
 
     Raises:
-        ConfigError: The degree does not divide the experts and the ranks.
+        ConfigError: The degree does not divide the experts, or the ranks of FSDP, CP and TP together.
     """
     ep = config.parallelism.expert_parallel_degree
     experts = experts_of(args)
@@ -71,6 +71,9 @@ def dispatch_bytes(
         itemsize: Bytes of an element.
         per_token: Experts that a token chooses.
         weight_itemsize: Bytes of the weight of an expert.
+
+    Returns:
+        The bytes of "expert_dispatch" and "expert_combine", and of both with "_backward".
     """
     row = aligned(dim * itemsize)
     weights = aligned(per_token * weight_itemsize)
@@ -84,11 +87,11 @@ def dispatch_bytes(
 
 
 def ranks_of_a_token(experts: ExpertArgs, ep: int) -> float:
-    """Return to how many other ranks a token is sent on average, if it chooses all experts with equal probability.
+    """Return the average number of other ranks to which a token is sent, if all experts are equally likely.
 
     Args:
         experts: The arguments of the experts.
-        ep: The expert-parallel degree.
+        ep: The expert-parallel degree, a divisor of the number of experts.
     """
     elsewhere = experts.number - experts.number // ep
     none_there = math.comb(elsewhere, experts.per_token) / math.comb(

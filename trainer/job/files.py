@@ -11,7 +11,7 @@ from trainer.stores.folder import check_fits, checkpoint_folder, read_state, ste
 
 
 def check_dump_folder(config: JobConfig) -> None:
-    """Check that the dump folder can be created and written: its nearest existing parent is writable.
+    """Check, without a change, that the dump folder can be made: its nearest existing parent is writable.
 
     Args:
         config: The configuration of the run.
@@ -75,6 +75,8 @@ def check_checkpoint_keys(config: JobConfig) -> None:
 
 def check_checkpoint(config: JobConfig, model: ModelArgs) -> None:
     """Check the checkpoint from which the run resumes, and that transformers has the model if it is exported.
+
+    If checkpoints are off, nothing is checked. Without a checkpoint, the run begins anew, except with `load_only`.
 
     Args:
         config: The configuration of the run.

@@ -67,6 +67,9 @@ class Language(TaskSpec):
 
         Args:
             config: The configuration of the run.
+
+        Raises:
+            ConfigError: The template is damaged or missing, see `find_template`.
         """
         has_template = (
             find_template(config.model.tokenizer_file, config.model.chat_template, config.chat)
@@ -152,6 +155,8 @@ class Language(TaskSpec):
     def check(self, config: JobConfig, model: DecoderArgs, degrees: Degrees) -> Sequence[str]:
         """Check float8, chunks, QK-clip, the mixture and the validation against the model and the degrees.
 
+        Data are not read.
+
         Args:
             config: The configuration of the run.
             model: The arguments of the model.
@@ -186,7 +191,7 @@ class Language(TaskSpec):
         return job.config.training.seq_len
 
     def memory(self, job: ResolvedJob) -> RankMemory:
-        """Return the memory of the largest pipeline rank.
+        """Return the memory, in bytes, of the pipeline rank with the largest total.
 
         Args:
             job: The resolved job.

@@ -14,6 +14,8 @@ from trainer.job.pipeline_stages import PipelinePlan
 def check_lora(config: JobConfig, model: ModelArgs, pipeline: PipelinePlan | None) -> None:
     """Check that the model has the named modules and initial weights, and that other settings allow adapters.
 
+    If `lora.rank` is 0, nothing is checked.
+
     Args:
         config: The configuration of the run.
         model: The arguments of the model.
@@ -106,6 +108,8 @@ def adapter_shapes(
 ) -> dict[str, tuple[Shape, Shape]]:
     """Return the shapes of A and B of each adapted module, or stacked weight of experts, by name; {} without adapters.
 
+    A has the shape (rank, inputs) and B (outputs, rank), for experts with the number of experts before.
+
     Args:
         config: The configuration of the run.
         model: The arguments of the model.
@@ -130,7 +134,7 @@ def adapter_names(module: str) -> tuple[str, str]:
 
 
 def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, int]:
-    """Return the number of adapter parameters of each adapted module on one rank, by name.
+    """Return the number of adapter parameters of each adapted module on one rank, by name, before FSDP divides them.
 
     Args:
         config: The configuration of the run.
@@ -145,7 +149,9 @@ def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str,
 
 
 def whole_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str, int]:
-    """Return the number of parameters of each module that is trained whole in addition to adapters, on one rank.
+    """Return the number of parameters of each module that is trained whole in addition to adapters, by name.
+
+    The numbers are one tensor-parallel rank's, before FSDP divides them. A tied matrix counts as the embedding.
 
     Args:
         config: The configuration of the run.

@@ -14,7 +14,7 @@ CHUNK_TOKENS = 4096
 
 
 def why_no_chunks(config: JobConfig, degrees: Degrees) -> str | None:
-    """Return why all logits must exist at once, None if they need not.
+    """Return why all logits must exist at once, as a sentence; None if they need not.
 
     Args:
         config: The configuration of the run.

@@ -50,7 +50,7 @@ def check_memory(job: ResolvedJob, available: int | None) -> None:
 
 
 def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
-    """Return the memory of one rank at a place of the pipeline. All ranks at this place have the same memory.
+    """Return the bytes of memory, without activations, of each rank at a place of the pipeline.
 
     Args:
         job: The resolved job.
@@ -101,7 +101,7 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
 
 
 def _embedding_sizes(model: ModelArgs, tp: int) -> dict[str, int]:
-    """Return one rank's sizes of the embeddings, by name; the output counts a tied one."""
+    """Return one rank's number of parameters of each embedding, by name; 0 if it is tied: the output counts it."""
     channels = {
         "tok_embeddings": 0 if model.tie_embeddings else model.dim,
         "layer_embeddings": getattr(model, "layer_channels", 0),
@@ -110,7 +110,7 @@ def _embedding_sizes(model: ModelArgs, tp: int) -> dict[str, int]:
 
 
 def _modules_of(job: ResolvedJob, pp_rank: int) -> tuple[str, ...]:
-    """Return the names of the modules of a pipeline rank."""
+    """Return the names of the modules of a pipeline rank, of all of its stages; all modules without a pipeline."""
     if job.pipeline is None:
         return job.model.module_names()
     stages = job.pipeline.stages_of(pp_rank)
@@ -118,7 +118,7 @@ def _modules_of(job: ResolvedJob, pp_rank: int) -> tuple[str, ...]:
 
 
 def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
-    """Return the sizes of the matrices that Muon updates, by name.
+    """Return the number of parameters of each matrix that Muon updates, by name.
 
     The matrices are the same that `models/matrices.py` finds in a decoder.
 
@@ -142,7 +142,7 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
 
 
 def _by_module(sizes: dict[str, int]) -> dict[str, int]:
-    """Sum the sizes of linear modules, by name, over each module that a pipeline can place."""
+    """Return the sizes of linear modules, by name, summed over each module that a pipeline can place."""
     sums = {}
     for name, size in sizes.items():
         module = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
@@ -151,7 +151,7 @@ def _by_module(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def host_memory(job: ResolvedJob) -> int:
-    """Return the bytes of page-locked host memory for offloaded activations, on the rank with most.
+    """Return the bytes of page-locked host memory for offloaded activations, on the rank with most; 0 without offload.
 
     Args:
         job: The resolved job.

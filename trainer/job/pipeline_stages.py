@@ -202,6 +202,8 @@ def _check_micro_batches(
 def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> Stages:
     """Return the modules of each stage: the listed ones, or all modules divided over `default` stages.
 
+    `pipeline_parallel_layers_per_stage` overrides `default`.
+
     Raises:
         ConfigError: Two keys say where stages begin, the list is wrong, or there are more stages than layers.
     """
@@ -232,7 +234,9 @@ def _listed(listed: Sequence[str], modules: Sequence[str]) -> Stages:
 
 
 def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> Stages:
-    """Assign layers to stages so that the heaviest stage is as light as possible. Each end counts as one layer.
+    """Return stages with layers assigned so that the heaviest stage is as light as possible.
+
+    The modules before the first layer count as one layer, and so do the modules after the last layer.
 
     number: Number of stages, unless `pipeline_parallel_layers_per_stage` decides it.
 

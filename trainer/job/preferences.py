@@ -29,7 +29,7 @@ class Preferences(Language):
             Notes for the log.
 
         Raises:
-            ConfigError: The reference does not exist, or a feature would take pairs apart.
+            ConfigError: The reference does not exist, a feature does not allow pairs, or as in `Language`.
         """
         dataset = "training.dataset = 'preferences'"
         initial = config.checkpoint.initial_load_path
@@ -69,7 +69,7 @@ class Preferences(Language):
         return super().check(config, model, degrees)
 
     def memory(self, job: ResolvedJob) -> RankMemory:
-        """Return the memory of the largest pipeline rank; a copied reference doubles the weights.
+        """Return the memory of the pipeline rank with the largest total, in bytes; a copied reference doubles weights.
 
         Args:
             job: The resolved job.
@@ -82,7 +82,7 @@ class Preferences(Language):
         )
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
-        """Return the paragraphs of `Language`, with the loss of pairs.
+        """Return the paragraphs of `Language`, with the loss of pairs and its reference under "loss".
 
         Args:
             job: The resolved job.

@@ -40,7 +40,7 @@ class RankMemory:
         return sum(astuple(self))
 
     def describe(self) -> str:
-        """Return the parts of at least a hundredth of the total, each with its size."""
+        """Return the parts of at least a hundredth of the total, each with its size, as words."""
         named = [
             f"{name} {size_words(size)}"
             for name, size in asdict(self).items()
@@ -106,7 +106,7 @@ class ResolvedJob(TaskDecisions):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one optimizer step on each data-parallel rank."""
+        """Micro-batches of one optimizer step on each data-parallel rank, each of `local_batch_size` sequences."""
         whole = self.config.training.global_batch_size
         return (
             1

@@ -122,7 +122,9 @@ def resolve_model(
 
 
 def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
-    """Return the job on another type of device, for which `auto` chooses again.
+    """Return the job on another type of device, for which `auto` chooses again. On the same type, it is the same job.
+
+    Data and weights are not checked again.
 
     Args:
         job: The resolved job.
@@ -147,7 +149,7 @@ def _write_out(draft: Draft) -> Draft:
 
 
 def _bounds(draft: Draft) -> None:
-    """Check that all values are within the bounds of their keys."""
+    """Raise a ConfigError with a sentence for each value outside the bounds of its key. None is always inside."""
     problems = Problems()
     for name, key in keys_of(type(draft.config)).items():
         value = attrgetter(name)(draft.config)
@@ -174,7 +176,10 @@ def _degrees(draft: Draft) -> Draft:
 
 
 def _effects(draft: Draft) -> Draft:
-    """Note why some configured keys have no effect. Refuse keys for which this has a remedy."""
+    """Return the draft with notes why configured keys have no effect. Raise a ConfigError for keys with a remedy.
+
+    Without a model or degrees, which an earlier step refused, the draft is returned unchanged.
+    """
     if draft.model is None or draft.degrees is None:
         return draft
     config = _with_windows_of_flavor(draft.config, draft.folder)
@@ -270,7 +275,10 @@ def _activation_checkpoint(draft: Draft) -> Draft:
 
 
 def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> JobConfig:
-    """Return the configuration with the flavor's window as a key, which other keys depend on."""
+    """Return the configuration with the flavor's window as a key, which other keys depend on.
+
+    A window of the sequence length or more is not written, and no window replaces a configured one.
+    """
     if config.model.sliding_window is not None or config.model.sliding_window_every != 1:
         return config
     args = flavor_args(config.model, folder)

@@ -33,7 +33,7 @@ def resolve_sparse(config: JobConfig) -> tuple[ContextParallelOptions | None, st
         config: The configuration of the run.
 
     Returns:
-        The options, None for one rank without documents and chunks; and the reason in words.
+        The options, None for one rank without documents and chunks; and the reason in words, "" without options.
 
     Raises:
         ConfigError: A setting is for attention by a plan.

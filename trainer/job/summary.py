@@ -16,7 +16,7 @@ from trainer.stores.folder import checkpoint_folder, step_to_load
 
 
 def summary(job: ResolvedJob, width: int | None = None) -> str:
-    """Return one paragraph for each decision.
+    """Return one paragraph for each decision. Topics that the job lacks are left out.
 
     Args:
         job: The resolved job.
@@ -147,7 +147,7 @@ def _mesh(job: ResolvedJob) -> str:
 
 
 def _optimizer(job: ResolvedJob) -> str:
-    """Return which optimizer updates which parameters at which rate, and rates and decays by name."""
+    """Return which optimizer updates which parameters at which rate, the weight decay, and the groups by name."""
     settings = job.config.optimizer
     muon = job.config.muon
     model = job.model

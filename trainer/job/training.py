@@ -63,13 +63,13 @@ def check_schedule(config: JobConfig) -> None:
 
 
 def adapters_by_adamw(config: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
-    """Replace Muon by AdamW where only adapters are trained.
+    """Return the configuration with AdamW in place of Muon, if adapters are trained; else return it unchanged.
 
     Args:
         config: The configuration of the run.
 
     Returns:
-        The configuration, and a note if the optimizer has changed.
+        The configuration, and a note if the optimizer has changed, else ().
     """
     if not (config.optimizer.name == "Muon" and config.lora.rank):
         return config, ()
@@ -78,7 +78,7 @@ def adapters_by_adamw(config: JobConfig) -> tuple[JobConfig, tuple[str, ...]]:
 
 
 def check_trackers(config: JobConfig) -> None:
-    """Check that the package of an optional tracker is installed.
+    """Check that the package of a tracker that is on is installed. It is not imported.
 
     Args:
         config: The configuration of the run.
@@ -123,7 +123,10 @@ def check_profiling(config: JobConfig) -> None:
 def check_batch(
     config: JobConfig, degrees: Degrees, *, length_key: str = "training.seq_len"
 ) -> None:
-    """Check that the ranks can divide the batch and the sequence length.
+    """Check that the batch and the sequence length fit the ranks.
+
+    The global batch must be a multiple of one micro-batch of all data-parallel ranks. The length must be a multiple of
+    the tensor-parallel degree, and give each rank a token.
 
     Args:
         config: The configuration of the run.
@@ -131,7 +134,7 @@ def check_batch(
         length_key: The key of the length, for messages.
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: They do not fit.
     """
     training = config.training
     micro_batch = training.local_batch_size * degrees.dp
@@ -159,14 +162,14 @@ def check_batch(
 
 
 def check_chunks(config: JobConfig, degrees: Degrees) -> None:
-    """Check that each tensor-parallel rank has at least as many tokens of a sequence as there are chunks.
+    """Check that there are at most as many chunks as tokens of a whole sequence per tensor-parallel rank.
 
     Args:
         config: The configuration of the run.
         degrees: The degrees of parallelism.
 
     Raises:
-        ConfigError: It has fewer.
+        ConfigError: There are more chunks.
     """
     chunks = config.training.sequence_chunks
     tp = degrees.tp

@@ -47,7 +47,7 @@ class CompileOptions:
 def resolve_compilation(
     config: JobConfig, *, fixed_shapes: bool, splits_backward: bool, planned_attention: bool
 ) -> CompileOptions:
-    """Return the options of the compiler.
+    """Return the options of the compiler. If `compile.enable` is off, `model` and `loss` are False in them.
 
     Args:
         config: The configuration of the run.
@@ -126,7 +126,7 @@ def check_activation_checkpoint(
         pipeline: The plan of the pipeline, None without one.
 
     Returns:
-        A note if the pipeline makes recomputation expensive.
+        A note if the pipeline makes recomputation expensive, else ().
 
     Raises:
         ConfigError: The model lacks the layers, no input is left to offload, or recomputation by operator meets a split
@@ -167,7 +167,7 @@ def _check_activations_of_layers(
     compilation: CompileOptions,
     pipeline: PipelinePlan | None,
 ) -> None:
-    """Check groups of layers, offloaded inputs, and feed-forward networks in parts."""
+    """Raise a ConfigError if groups of layers, offloaded inputs or feed-forward networks in parts do not fit."""
     settings = config.activation_checkpoint
     stages = layers_of_stages(pipeline, model)
     if settings.group > 1 and (settings.group > model.n_layers or compilation.splits_backward):
@@ -202,7 +202,9 @@ def _check_activations_of_layers(
 def least_offloadable(
     settings: ActivationCheckpoint, stages: Iterable[list[int]]
 ) -> int | None:
-    """Return the fewest kept inputs of a stage, among the stages whose kept inputs would all stay on the device.
+    """Return the fewest kept inputs of a stage, among the stages in which `offload_keep_last` leaves none to offload.
+
+    A stage without kept inputs does not count.
 
     Args:
         settings: The table [activation_checkpoint].
@@ -246,6 +248,8 @@ _MULTIPLE = 16
 
 def check_float8(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
     """Check the table [float8] against the rest of the configuration and the sizes of the model's matrices.
+
+    If `float8.enable` is off, nothing is checked.
 
     Args:
         config: The configuration of the run.

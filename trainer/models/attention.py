@@ -68,8 +68,10 @@ class InnerAttention(Cached):
     def planned(self, options: ContextParallelOptions) -> ContextParallelAttention:
         """Return the style that replaces this module by planned attention with the same window and soft-cap.
 
+        This module is not changed.
+
         Args:
-            options: Has `keep_exchanged`.
+            options: The options of planned attention, for `keep_exchanged`.
         """
         return ContextParallelAttention(
             sliding_window=self.sliding_window,
@@ -88,7 +90,7 @@ class InnerAttention(Cached):
         plan: Tensor | None = None,
         up: Tensor | None = None,
     ) -> Tensor:
-        """Attend to the keys of the same sequence.
+        """Return attention to the same and all earlier tokens of a sequence.
 
         Args:
             q: (B, H, S, D).
@@ -236,7 +238,7 @@ class Attention(Branch):
     def _attended(
         self, q: Tensor, k: Tensor, v: Tensor, attention_plan: Tensor | None
     ) -> Tensor:
-        """Return the output of all heads, (B, S, H * D)."""
+        """Return the output of all heads, (B, S, H * D). q: (B, H, S, D). k, v: (B, K, S, D)."""
         sinks = self.sinks() if self.sinks is not None else None
         out = self.inner_attention.run(
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
@@ -281,11 +283,11 @@ class Attention(Branch):
         return styles
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:
-        """Return how context-parallel ranks share a sequence, by names of modules.
+        """Return how context-parallel ranks share a sequence, by names of modules. One style plans attention.
 
         Args:
             options: Options of planned attention.
-            ranks: Number of context-parallel ranks.
+            ranks: Number of context-parallel ranks; with one rank, the short convolution has no style.
         """
         styles = {"inner_attention": self.inner_attention.planned(options)}
         if self.short_conv is not None and ranks > 1:

@@ -72,12 +72,12 @@ class ExpertsBesideDense(MoE):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, *, residual: Tensor
     ) -> Tensor:
-        """Return the output, (B, S, dim).
+        """Return the normed output of the experts plus the normed output of the dense network, (B, S, dim).
 
         Args:
             x: Input of the dense network, (B, S, dim).
             positions: (B, S), negative for padding. None without padding.
-            residual: Input of the router, and of the norm before the experts, (B, S, dim).
+            residual: Input of the router, and of the norm before the experts, (B, S, dim). It is not added.
         """
         real = None if positions is None else (positions >= 0).flatten()
         choice = self.router(residual.flatten(0, 1), real)

@@ -48,7 +48,7 @@ MIXERS: dict[type[Mixer], Callable[..., nn.Module]] = {
 
 
 def build_feed_forward(args: TransformerArgs, feed_forward: FeedForwardArgs) -> nn.Module:
-    """Return the feed-forward network of a layer, or its experts.
+    """Return the feed-forward network of a layer, or its experts, with their part of the model's balance coefficient.
 
     Args:
         args: The arguments of the model.
@@ -137,7 +137,7 @@ class TransformerBlock(nn.Module):
     def _with_network(
         self, x: Tensor, positions: Tensor | None, adapter_inputs: Mapping[str, Tensor]
     ) -> Tensor:
-        """Add the output of the experts, or of the feed-forward network, to x, (B, S, dim)."""
+        """Return x plus the output of the experts, or of the feed-forward network in tiles, (B, S, dim)."""
         if self.has_experts:
             return self.with_experts(x, positions)
         # With sequence parallelism x has this rank's tokens, and the network sees all tokens: (B, S / tp, tp).
@@ -162,7 +162,7 @@ class TransformerBlock(nn.Module):
         positions: Tensor | None,
         **adapter_inputs: Tensor,
     ) -> Tensor | tuple[Tensor, ...]:
-        """Add the output of the mixer to x, (B, S, dim).
+        """Return x plus the output of the mixer.
 
         Args:
             x: (B, S, dim).
@@ -183,7 +183,7 @@ class TransformerBlock(nn.Module):
         return (x, *own_keys) if own_keys else x
 
     def with_experts(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        """Add the output of the experts to x. It is not compiled: only the routing knows the numbers of rows.
+        """Return x plus the output of the experts. It is not compiled: only the routing knows the numbers of rows.
 
         Args:
             x: (B, S, dim).
@@ -199,7 +199,7 @@ class TransformerBlock(nn.Module):
         return self._with_branch(x, out, self.ffn_post_norm)
 
     def with_feed_forward(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Add the output of the feed-forward network to x.
+        """Return x plus the output of the feed-forward network.
 
         Args:
             x: (B, S, dim), or a part of the sequence.
@@ -223,7 +223,7 @@ class TransformerBlock(nn.Module):
         return styles
 
     def compiled_methods(self) -> list[tuple[nn.Module, str]]:
-        """Return the methods that are compiled if the block is not compiled as a whole."""
+        """Return the methods, as (module, name), that are compiled if the block is not compiled as a whole."""
         parts = [(self, "with_attention")]
         if self.has_experts:
             return parts + self.feed_forward.compiled_methods()
@@ -265,7 +265,7 @@ class FurtherTokenLayer(TransformerBlock):
         """Return the hidden states, (B, S, dim).
 
         Args:
-            x: Embeddings and hidden states, (B, S, 2 dim).
+            x: Embeddings, then hidden states, in the last dimension: (B, S, 2 dim).
             *args: The other arguments of `TransformerBlock.forward`.
             **adapter_inputs: Passed to the linear modules.
         """

@@ -42,7 +42,8 @@ def cached(model: nn.Module, steps: Mapping[type[Cached], Step]) -> Iterator[Non
         None, once the modules have their caches.
 
     Raises:
-        RuntimeError: At the end, no module has used its cache: the layers call their inner modules without `run`.
+        RuntimeError: At the end, there are such modules, and none has used its cache: the layers call their inner
+            modules without `run`.
     """
     modules = {
         module: step

@@ -49,10 +49,12 @@ class Chunks:
     """Factors of the gradients: the tokens are divided into len(factors) equal parts, one after another."""
 
     def of(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the rows of each chunk of these tensors. A chunk never crosses the border of two parts, see `factors`.
+        """Return the rows of each chunk, as views, in the order of the tokens.
+
+        A chunk never crosses the border of two parts, see `factors`. Each part has the same number of chunks.
 
         Args:
-            *tensors: They have a row for each token.
+            *tensors: They have a row for each token, (tokens, ...).
         """
         parts = len(self.factors)
         number = max(-(-len(tensors[0]) // parts // self.tokens), 1)
@@ -66,10 +68,10 @@ class Chunks:
         return chunks
 
     def with_factors(self, *tensors: Tensor) -> list[tuple[float, tuple[Tensor, ...]]]:
-        """Return the chunks of `of`, each with the factor of the part in which the chunk lies, see `factors`.
+        """Return the chunks of `of`, each as (factor of its part, rows), see `factors`.
 
         Args:
-            *tensors: They have a row for each token.
+            *tensors: They have a row for each token, (tokens, ...).
         """
         chunks = self.of(*tensors)
         chunks_per_part = len(chunks) // len(self.factors)
@@ -175,7 +177,10 @@ class _Gradients:
         self.done = 0
 
     def add(self, grad_logits: Tensor, hidden: Tensor, weight: Tensor, factor: float) -> None:
-        """Add the gradients of a chunk, times `factor`. Tokens with zero `hidden` leave the weight's gradient."""
+        """Write the next rows of the hidden states' gradient, and add to the weight's gradient; both times `factor`.
+
+        A token whose row of `hidden` is zero adds nothing to the weight's gradient.
+        """
         if self.hidden is not None:
             rows = self.hidden[self.done : self.done + len(hidden)]
             torch.mm(grad_logits, weight, out=rows)
@@ -186,7 +191,10 @@ class _Gradients:
         self.done += len(hidden)
 
     def scale(self, by: Tensor, missing: Tensor) -> None:
-        """Multiply by a number, (1,), in its precision; tokens without a label get zero."""
+        """Multiply both gradients in place by a number, (1,), in the precision of each gradient.
+
+        Tokens without a label, missing (tokens,) bool, get a gradient of zero.
+        """
         if self.hidden is not None:
             self.hidden.mul_(by).masked_fill_(missing[:, None], 0)
         if self.weight is not None:

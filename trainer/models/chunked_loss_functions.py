@@ -35,6 +35,8 @@ def chunk_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-sum-exp and the label's logit of each token, over the given rows of the weight alone.
 
+    Both are in float32 or wider. Nothing is exchanged between ranks.
+
     Args:
         hidden: (T, dim).
         weight: (rows, dim): the whole vocabulary, or the rows of this rank.
@@ -60,12 +62,14 @@ def chunk_gradient(
     place: Place,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Return the gradient of the logits, (T, vocab), in the model's dtype: (softmax - one-hot) x gradient of the loss.
+    """Return the gradient of the logits of these rows, (T, rows), in the model's dtype.
+
+    It is (softmax - one-hot) x gradient of the loss, with the factors of z-loss and soft-cap.
 
     Args:
         hidden: (T, dim).
-        weight: (vocab, dim), or this rank's rows of it.
-        labels: (T,).
+        weight: (rows, dim): the whole vocabulary, or the rows of this rank.
+        labels: (T,), numbers in the whole vocabulary.
         lse: (T,), of `chunk_statistics` over the whole vocabulary.
         grad: The gradient of each loss, (T,).
         place: See `Place`.
@@ -118,7 +122,7 @@ def chunk_at_once(
 
 
 def _capped(logits: Tensor, softcap: float) -> tuple[Tensor, Tensor | None]:
-    """Return logits of `CappedOutput` and their slopes. With softcap 0, return the same logits and None."""
+    """Return logits of `CappedOutput`, and their derivatives. With softcap 0, return the same logits and None."""
     if not softcap:
         return logits, None
     shares = torch.tanh(logits / softcap)

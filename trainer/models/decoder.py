@@ -184,7 +184,7 @@ class Transformer(nn.Module):
     def _layer_inputs(self, tokens: Tensor, embedded: Tensor) -> Tensor | None:
         """Return the own inputs of all layers, (B, S, layers, channels). None if layers have none.
 
-        Each is the mean of the layer's own embedding and of a projection of the token's embedding, times sqrt(2).
+        Each is the sum of the layer's own embedding and of a projection of the token's embedding, divided by sqrt(2).
         """
         if self.layer_embeddings is None:
             return None
@@ -197,9 +197,9 @@ class Transformer(nn.Module):
     def _freqs_cis(
         self, tokens: Tensor, positions: Tensor | None, attention_plan: Tensor | None
     ) -> dict[float | None, Tensor]:
-        """Return the rotary tables that these layers use, by their own base.
+        """Return the rotary tables that the layers of this stage use, by their own base.
 
-        The key None has the table of the model.
+        The key None has the table of the model. A table has a row for each of `positions`, by default as in `forward`.
         """
         if positions is None and attention_plan is not None:
             positions = own_positions(attention_plan, tokens.device)
@@ -221,7 +221,7 @@ class Transformer(nn.Module):
         }
 
     def init_buffers(self, device: torch.device) -> None:
-        """Compute the frequencies, and set the buffers of routers.
+        """Compute the frequencies, and set the buffers of routers and the scalars of layers, replacing earlier ones.
 
         Args:
             device: The device of the buffers.
@@ -238,6 +238,7 @@ class Transformer(nn.Module):
         """Set the frequencies for a text of `length` tokens.
 
         With `by_length`, LongRoPE uses its short factors up to the original length, and the long factors beyond it.
+        Else nothing changes, and the result is infinity.
 
         Args:
             length: Number of tokens of the text.
@@ -262,7 +263,7 @@ class Transformer(nn.Module):
             setattr(self, _own(theta), frequencies.to(device))
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Set norms to one; draw embeddings of unit scale, and an output whose logits are small.
+        """Draw embeddings of unit scale, and an output whose logits are small. Other parameters are set by `fill`.
 
         A tied matrix also makes the logits, so it is drawn with a small scale.
 

@@ -122,14 +122,16 @@ class Experts(nn.Module):
         *,
         sizes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Compute the sums with other parameters, for example with the parameters of some of the experts.
+        """Return the sums with other parameters, for example with the parameters of some of the experts.
+
+        If adapters are off, parameters of adapters are ignored.
 
         Args:
             parameters: Parameters by name.
             x: (N, dim).
             chosen: (N, k), int64.
             weights: (N, k).
-            sizes: Number of pairs of each expert, see `expert_sums`.
+            sizes: Number of pairs of each expert, see `expert_sums`. None: they are counted if needed.
 
         Returns:
             The sums, (N, dim).
@@ -152,7 +154,7 @@ def expert_sums(
     scale: float = 0.0,
     sizes: Sequence[int] | Callable[[Tensor, int], Sequence[int]] = ROUTING.pairs,
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, (N, dim), added up in float32 or wider.
+    """Return the weighted sum of each token's experts, (N, dim), in the dtype of x, added up in float32 or wider.
 
     Args:
         x: (N, dim).
@@ -209,7 +211,7 @@ class _WeightedSums(torch.autograd.Function):
 
 
 def _grouped(rows: Tensor, owner: Tensor, experts: ExpertWeights, outputs: Outputs) -> Tensor:
-    """Return the outputs of rows in the order of experts. owner: the expert of each row, (R,)."""
+    """Return the outputs of rows, (R, dim), which are sorted by expert. owner: the expert of each row, (R,)."""
     numbers = torch.arange(len(experts.w13), device=owner.device)
     ends = torch.searchsorted(owner, numbers, right=True).to(torch.int32)
 
@@ -223,7 +225,7 @@ def _grouped(rows: Tensor, owner: Tensor, experts: ExpertWeights, outputs: Outpu
 def _one_by_one(
     rows: Tensor, sizes: Sequence[int], experts: ExpertWeights, outputs: Outputs
 ) -> Tensor:
-    """Return the outputs of rows in the order of experts. sizes: number of rows of each expert.
+    """Return the outputs of rows, (R, dim), which are sorted by expert. sizes: number of rows of each expert.
 
     An expert without rows gets a gradient of zeros.
     """

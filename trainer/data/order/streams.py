@@ -75,13 +75,15 @@ def streams_that_fit(items: int, dp_degree: int) -> int:
 def streams_with_text(has_text: np.ndarray, data_streams: int, seed: int) -> int:
     """Return the largest of data_streams, data_streams // 2, ... for which each stream has a document with text.
 
+    The documents are assigned to the streams as in `assigned`.
+
     Args:
         has_text: Whether each document has text, (n,) bool.
         data_streams: Number of streams.
         seed: Seed of the order.
 
     Returns:
-        The number; 0 if no document has text.
+        The number of streams; 0 if no document has text.
     """
     in_order = has_text[shuffled(len(has_text), seed, _ASSIGN)]
     while data_streams and not all(
@@ -110,11 +112,11 @@ class Shuffled:
         return len(self._items)
 
     def item(self, epoch: int, place: int) -> int:
-        """Return the number in the data set of the item at a place.
+        """Return the number in the data set, from 0, of the item at a place. A new epoch is shuffled and kept.
 
         Args:
-            epoch: The number of the epoch.
-            place: The place in its order.
+            epoch: The number of the epoch, from 0.
+            place: The place in the order of the epoch, from 0 to `len(self)` - 1.
         """
         if epoch != self._epoch:
             self._epoch = epoch
@@ -178,10 +180,10 @@ class ItemStream:
         return self.order.passes(self._epoch, self._place)
 
     def restart(self, state: StreamState) -> None:
-        """Resume from a position.
+        """Resume from a position. Epoch, place and number of samples are set without a check.
 
         Args:
-            state: The position; empty for the beginning.
+            state: The position, as in `state`; empty for the beginning.
         """
         self._epoch, self._place, self.samples = (
             int(state.get(key, 0)) for key in ("epoch", self.ITEM, "samples")
@@ -194,14 +196,14 @@ class ItemStream:
         return self._place
 
     def next_sample(self) -> Any:
-        """Return the next sample: the next item."""
+        """Return the next item as the next sample, count it, and advance. The stream never ends."""
         item = self.order.item(self._epoch, self._place)
         self.advance()
         self.samples += 1
         return item
 
     def advance(self) -> None:
-        """Go to the next item; after the last item, to the first item of the next epoch."""
+        """Go to the next item without reading it; after the last item, to the first item of the next epoch."""
         self._place += 1
         if self._place == len(self.order):
             self._place = 0

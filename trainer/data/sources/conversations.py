@@ -97,7 +97,7 @@ def _checked(content: bytes) -> Conversation:
 
 
 def _raw_messages(line: Mapping[str, Any]) -> object:
-    """Return the messages of a line in any of the formats, None if it has a prompt and an answer as strings."""
+    """Return the messages of a line in any of the formats, unchecked; None if the line is in none of these formats."""
     if "messages" in line:
         return line["messages"]
     if are_objects(turns := line.get("conversations")):
@@ -144,7 +144,7 @@ def _messages(raw: object) -> Messages:
 
 
 def _tools(raw: object) -> list[dict[str, Any]]:
-    """Return the tools of a line, which many data sets store as a string of JSON."""
+    """Return the tools of a line, which may be a string of JSON; [] for none. Other values raise a ConfigError."""
     tools = raw or []
     with suppress(ValueError, RecursionError):
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -154,14 +154,14 @@ def _tools(raw: object) -> list[dict[str, Any]]:
 
 
 def preference(content: bytes, where: Where) -> Iterator[Conversation | BadRecord | str]:
-    """Yield both sides of a line as conversations. Answers of the prompt have the weight 0.
+    """Yield both sides of a line as conversations, first the chosen one. Messages of the prompt have the weight 0.
 
     Args:
         content: The line.
         where: Returns the place of the line, for messages.
 
     Yields:
-        Two conversations; or a `BadRecord` that says why the line is no pair, and an empty document.
+        Two conversations, as `conversation` returns them. If the line is no pair: a `BadRecord` that says why, then "".
     """
     try:
         line = json.loads(content)

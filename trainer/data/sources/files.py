@@ -65,7 +65,10 @@ def number_of(digest: hashlib.blake2b) -> int:
 
 
 def cache_folder() -> Path:
-    """Return the folder of files that are made once from data."""
+    """Return the folder of files that are made once from data. The folder may not exist.
+
+    It lies in `XDG_CACHE_HOME`, or else in ~/.cache.
+    """
     return Path(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
         "long-context-trainer",
@@ -75,9 +78,10 @@ def cache_folder() -> Path:
 # the files do not change while a process runs, and a forked rank has the list of its launcher
 @lru_cache(maxsize=1)
 def stdlib_files() -> tuple[str, ...]:
-    """Return the .py files of the interpreter's standard library, by relative path, without tests and packages.
+    """Return the absolute paths of the .py files of the interpreter's standard library, without tests and packages.
 
-    Files that are blank or not UTF-8 are left out.
+    The order is by path below the library. All files are read once a process. Files that are blank, unreadable or not
+    UTF-8 are left out.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = []
@@ -105,9 +109,11 @@ def find_files(
 ) -> list[str]:
     """Return the sorted files of a path: itself, all files with an ending below a folder, or the matches of a glob.
 
+    A file with several names has only its first name in the list, and the log says so.
+
     Args:
-        path: The path.
-        endings: Endings of the files of this kind of data.
+        path: The path. A `~` at its start is expanded.
+        endings: Endings of the files of this kind of data. They do not limit a single file and a glob.
         dataset: The kind of data, for the message.
         others: Kinds of data by other endings, for the message.
         keys: The keys, for the message.
@@ -161,11 +167,11 @@ class _Matches:
         self._searched: set[tuple[str, int]] = set()
 
     def below(self, folder: str, pattern: Sequence[str]) -> Iterator[str]:
-        """Yield the files.
+        """Yield the paths of the files below a folder that match the pattern. A repeated search yields nothing.
 
         Args:
             folder: The folder; "" for the current one.
-            pattern: The names of the pattern below it.
+            pattern: The names of the pattern below the folder, one for each level.
 
         Raises:
             ConfigError: A folder cannot be read.
@@ -185,7 +191,10 @@ class _Matches:
                 yield inner
 
     def _names(self, folder: str, name: str) -> list[str]:
-        """Return the names in a folder that match one name of the pattern. Names of links come last."""
+        """Return the sorted names in a folder that match one name of the pattern. Names of links come last.
+
+        A name without `*`, `?` and `[` is returned as it is, whether it exists or not.
+        """
         if name != "**" and not glob.has_magic(name):
             return [name]
         _check_can_be_read(self._path, folder or os.curdir, self._keys)
@@ -224,7 +233,9 @@ def _check_can_be_read(path: str, folder: str, keys: DataKeys) -> None:
 
 
 def contents(files: Sequence[str]) -> list[int]:
-    """Return a 63-bit hash of all bytes of each file. A cached table has the hashes of unchanged files.
+    """Return a 63-bit hash of all bytes of each file, in the order of the files.
+
+    A table in `cache_folder` keeps the hashes. A file is read again if its size or time has changed.
 
     Args:
         files: The files.
@@ -258,7 +269,9 @@ def contents(files: Sequence[str]) -> list[int]:
 
 
 def write_whole(file: Path, *parts: bytes) -> None:
-    """Write a file under a temporary name, and rename it when it is on the disk.
+    """Write a file under a temporary name, and rename it when it is on the disk. Missing folders are made.
+
+    If this fails, the temporary file is deleted, and an older file remains.
 
     Args:
         file: The file.

@@ -52,7 +52,7 @@ class Tally:
         self.first = ""
 
     def count(self, reason: object) -> None:
-        """Count one document.
+        """Count one document. The 1st, 10th, 100th and so on is logged as a warning.
 
         Args:
             reason: Why it is left out.
@@ -68,9 +68,11 @@ def lines_of(
 ) -> Iterator[tuple[bytes, Where]]:
     """Yield the lines of a file that are not blank, each with a function that returns its place.
 
+    Lines keep their line break.
+
     Args:
-        file: The file.
-        start: First byte in which a line may begin.
+        file: The file; it may be compressed.
+        start: First byte in which a line may begin, from 0. A line that begins before is skipped.
         stop: Byte from which on no line begins; None for the end.
 
     Raises:
@@ -94,11 +96,12 @@ def rows_of(file: str, names: Sequence[str], read: ReadRow) -> Iterator[Any]:
 
     Args:
         file: The file.
-        names: The columns that are read; if the file has none of these, all columns are read.
-        read: Makes a document of a row.
+        names: The columns that are read, if the file has them. If the file has none of them, all columns are read.
+        read: Makes a document of a row. It raises a ConfigError if the row lacks a needed column.
 
     Raises:
-        ConfigError: The file cannot be read to its end, lacks a needed column, or needs pyarrow.
+        ConfigError: The file cannot be read to its end, or `read` raises.
+        MissingFile: The package pyarrow is not installed.
     """
     parquet = package("pyarrow.parquet", file)
     with reading(file), parquet.ParquetFile(file, page_checksum_verification=True) as table:
@@ -111,7 +114,10 @@ def rows_of(file: str, names: Sequence[str], read: ReadRow) -> Iterator[Any]:
 
 
 def _values(batch: Any) -> list[dict[str, Any]]:
-    """Return the rows of a batch of Arrow. Arrow refuses a text that is not UTF-8: its row has b"" in each column."""
+    """Return the rows of a batch of Arrow, as dicts by column.
+
+    Arrow refuses a text that is not UTF-8. Such a row has b"" in each column.
+    """
     try:
         return batch.to_pylist()
     except UnicodeDecodeError:
@@ -126,11 +132,11 @@ def line_of_row(
 ) -> tuple[bytes, Where]:
     """Return a row as a line of JSON, with a function that returns the place of the row.
 
-    The line is empty if a value has a type that JSON lacks. Fields of null are left out: Arrow writes null for a field
-    that only other rows have.
+    The line is b"" if a value has a type that JSON lacks. Fields of null are left out at each level: Arrow writes null
+    for a field that only other rows have.
 
     Args:
-        names: The columns.
+        names: The columns. A missing column is left out, as a null is.
         row: The values, by column.
         where: The row, for messages.
     """
@@ -148,7 +154,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def text_of_file(file: str) -> str | BadRecord:
-    """Return the whole text of a file, or a BadRecord if it is not UTF-8.
+    """Return the whole text of a file without a byte order mark, or a BadRecord if it is not UTF-8.
 
     Args:
         file: The file.
@@ -167,12 +173,15 @@ def text_of_file(file: str) -> str | BadRecord:
 
 
 def text_of_line(content: bytes, name: str, where: Where) -> str | BadRecord:
-    """Return one field of a line of JSON, or a BadRecord if there is none.
+    """Return a string field of a line of JSON. Lone surrogates are replaced.
 
     Args:
         content: The line.
         name: The field.
         where: Returns the place of the line, for the message.
+
+    Returns:
+        The text, or a BadRecord if the line is no JSON object with such a string. Null is a BadRecord too.
     """
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         if isinstance(text := json.loads(content)[name], str):
@@ -181,7 +190,9 @@ def text_of_line(content: bytes, name: str, where: Where) -> str | BadRecord:
 
 
 def text_of_row(name: str, row: Mapping[str, Any], where: str) -> str | BadRecord:
-    """Return the text in one column of a row, empty if it is null; or a BadRecord if it is no text.
+    """Return the text in one column of a row, "" if it is null; or a BadRecord if it is no text.
+
+    Lone surrogates are replaced.
 
     Args:
         name: The column.
@@ -206,7 +217,7 @@ def text_of_row(name: str, row: Mapping[str, Any], where: str) -> str | BadRecor
 
 
 def package(module: str, reader_of: str) -> Any:
-    """Return a module of a package that only some data need.
+    """Return a module of a package that only some data need. The module is imported now.
 
     Args:
         module: The module.
@@ -266,10 +277,10 @@ class HubData:
 
     @classmethod
     def of(cls, path: str) -> "HubData":
-        """Return the data set of a path.
+        """Return the data set of a path. The hub is not asked.
 
         Args:
-            path: NAME[:CONFIGURATION[:SPLIT]][@REVISION].
+            path: NAME[:CONFIGURATION[:SPLIT]][@REVISION]. The default split is "train".
 
         Raises:
             ConfigError: The path has another form.
@@ -291,10 +302,11 @@ class HubData:
         return f"{self.name}:{self.config or ''}:{self.split}{revision}"
 
     def pinned(self) -> "HubData":
-        """Return the data set with its revision, by its hash.
+        """Return a copy of the data set, whose revision is the hash of the commit. The hub is asked for it.
 
         Raises:
             ConfigError: The hub does not answer within seconds, or has no such data set.
+            MissingFile: The package datasets is not installed.
         """
         _package()
         from huggingface_hub import HfApi
@@ -335,14 +347,14 @@ class HubData:
         """Yield the documents of the rows of a shard.
 
         The packages repeat failed requests for some minutes. After a row that they cannot convert, nothing of the shard
-        can be read: one `BadRecord` replaces all these rows.
+        can be read: one `BadRecord` replaces this row and all later rows.
 
         Args:
-            shard: The number of the shard.
+            shard: The number of the shard, from 0.
             read: Makes a document of a row.
 
         Raises:
-            ConfigError: The hub no longer answers, or the shard is damaged or lacks a needed column.
+            ConfigError: The hub no longer answers, the shard is damaged, or `read` raises.
         """
         number = -1
         try:

@@ -123,7 +123,7 @@ class Part:
 
 
 def _encoder_of_texts(settings: DataSettings) -> Callable[[str], Encoded]:
-    """Return the function that puts a text between begin and end tokens; an empty text has none."""
+    """Return the function that encodes a text with begin and end tokens. An empty text has no tokens at all."""
     tokenizer = open_tokenizer(settings.tokenizer)
     return lambda text: (
         Encoded(tokenizer.encode_to_numpy(text, bos=True, eos=True)) if text else NOTHING
@@ -155,7 +155,9 @@ class Source:
 
 
 def files_of(settings: DataSettings) -> list[str]:
-    """Return the files of a data set in order, without empty files; no files for the hub and for an iterable.
+    """Return the files of a data set in order, without empty files unless they are token files.
+
+    The list is empty for the hub and for an iterable.
 
     Args:
         settings: The data set.
@@ -223,12 +225,12 @@ def source_of(settings: DataSettings) -> Source:
 
 
 def documents_of(settings: DataSettings, part: Part, skipped: Tally) -> Iterator[Any]:
-    """Yield the documents of a part. If bad records are skipped, a bad document is empty and counted.
+    """Yield the documents of a part. If `settings.skips`, a bad document is counted, and "" is yielded for it.
 
     Args:
         settings: The data set.
         part: The part.
-        skipped: Counts bad records.
+        skipped: Counts bad records, and logs some of them.
 
     Raises:
         ConfigError: The data cannot be read, or a record is bad and not to be skipped.
@@ -295,7 +297,7 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
 def check_streams(
     where: str, items: int, data_streams: int | None, *, item: str = "document"
 ) -> None:
-    """Check that every data stream has a document.
+    """Check that there is a document, and that there are at least as many documents as streams.
 
     Args:
         where: The data set, as the message names it.
@@ -351,7 +353,7 @@ def _texts(_: DataSettings, part: Part) -> Iterator[Any]:
 def _rows(
     settings: DataSettings, part: Part, names: Sequence[str], read: Callable[..., Any]
 ) -> Iterator[Any] | None:
-    """Return the documents of rows, see `rows_of`; None if the part has lines."""
+    """Return the documents of rows of the hub or of Parquet, see `rows_of`; None if the part has lines."""
     file = part.files[0]
     if settings.hub:
         return HubData.of(settings.hub).records(part.start, read)

@@ -26,12 +26,12 @@ class ByteRanges:
         )
 
     def read(self, file: str, start: int, stop: int) -> bytes:
-        """Return some bytes of a file.
+        """Return the bytes [start, stop) of a file. The file stays open for later reads.
 
         Args:
             file: The file.
-            start: The first byte.
-            stop: The end.
+            start: The first byte, from 0.
+            stop: The end, not included.
 
         Raises:
             ConfigError: The file cannot be read, or is shorter.
@@ -53,7 +53,10 @@ class ByteRanges:
 
 
 def _open_files_allowed() -> int:
-    """Raise this process's limit of open files as far as the system allows; return how many data files may be open."""
+    """Raise this process's limit of open files as far as the system allows; return how many data files may be open.
+
+    At least 64 data files may be open, even if the limit is lower.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -48,14 +48,20 @@ _REMEDY = (
 
 
 def catalog_of(settings: DataSettings, *, makes_files: bool = True) -> str | None:
-    """Return the file of the catalog of a data set; "" for an iterable, which has no files.
+    """Write the catalog of a data set to a file of the cache, or else of the system's temporary folder.
+
+    Missing token files are made first, which may take hours.
 
     Args:
         settings: The data set.
-        makes_files: Whether to make missing token files. Otherwise the result is None if some are missing.
+        makes_files: Whether to make missing token files.
+
+    Returns:
+        The path of the catalog. "" for an iterable, which has no files. If token files are missing and `makes_files` is
+        False, the result is None.
 
     Raises:
-        ConfigError: The data set cannot be used.
+        ConfigError: The data set cannot be used, or no folder can be written.
     """
     if source_of(settings).iterable:
         return ""
@@ -104,6 +110,8 @@ def open_documents(settings: DataSettings, catalog: str | None = None) -> TokenF
 
 def documents_in_order(settings: DataSettings) -> Iterator[Encoded]:
     """Yield the documents of a data set in order, without making token files.
+
+    A data set of token files is read from these files. Other data are tokenized on the way.
 
     Args:
         settings: The data set.
@@ -173,7 +181,10 @@ def _catalog_of_pairs(settings: DataSettings) -> Catalog:
 
 
 def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] | None]]:
-    """Yield each pair with the identity of its content; None if all of its bytes must be hashed."""
+    """Yield each pair with the identity of its content: bytes of the ids, and check sums of its .idx and .crc.
+
+    The identity is None for a pair of another program: all bytes of the pair must be hashed.
+    """
     shards_of = cache(partial(_shards, settings=settings))
     for idx in files_of(settings):
         stem = Path(idx).with_suffix("")
@@ -208,7 +219,10 @@ def _own_pair(idx: str, entry: Mapping[str, Any]) -> Pair:
 
 
 def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
-    """Return the record of `lct tokenize` about the shards of a folder; empty if another program made them."""
+    """Return the record of `lct tokenize` about the shards of a folder, by name; empty if another program made them.
+
+    The record is checked. If the folder is unfinished, damaged or of another tokenizer, a ConfigError is raised.
+    """
     if (folder / UNFINISHED).exists():
         raise ConfigError(
             f"{folder} is not finished; run the same `lct tokenize` again, which makes the shards that are missing"
@@ -242,7 +256,10 @@ def _shards(folder: Path, settings: DataSettings) -> Mapping[str, Any]:
 def _check_tokenizer_files(
     folder: Path, manifest: Mapping[str, Any], settings: DataSettings
 ) -> None:
-    """Check that the files of the tokenizer's folder are the same as when the token files were made."""
+    """Raise a ConfigError if the tokenizer's folder has other files than when the token files were made.
+
+    End tokens and the template are compared. An entry that the manifest lacks is not compared.
+    """
     ends = manifest.get("made_by", {}).get("tokenizer")
     template = manifest.get("template")
     changed = ""

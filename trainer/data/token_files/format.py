@@ -46,7 +46,7 @@ _CHECKED = 1 << 20  # places of an index in one check
 
 
 def index_bytes(code: int, lengths: Sequence[int] | np.ndarray) -> tuple[bytes, ...]:
-    """Return the content of an .idx in parts. Each document is a sequence.
+    """Return the content of an .idx in parts, to be written one after another. Each document is a sequence.
 
     Args:
         code: Megatron's code of the data type.
@@ -86,7 +86,11 @@ class Pair(NamedTuple):
 
     @property
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The mapped index: lengths and places of sequences, and the first sequence of each document and the end."""
+        """The mapped index: tokens of each sequence, first byte of each sequence, first sequence of each document.
+
+        The shapes are (sequences,) int32, (sequences,) int64 and (documents + 1,) int64. The last array ends with the
+        number of sequences.
+        """
         n = self.sequences
         m = self.documents + 1
         lengths, places, firsts = (
@@ -99,13 +103,13 @@ class Pair(NamedTuple):
 
 
 def open_pair(idx: str) -> Pair:
-    """Return a pair of Megatron's format.
+    """Return a pair of Megatron's format, after a check of header and file sizes. `crc` and `answers` are None.
 
     Args:
-        idx: The file of the index.
+        idx: The file of the index. The .bin lies next to it.
 
     Raises:
-        ConfigError: The index is damaged, or does not fit the ids.
+        ConfigError: The index is damaged, cannot be read, or does not fit the ids.
     """
     if not idx.endswith(".idx"):
         raise ConfigError(
@@ -139,7 +143,7 @@ def open_pair(idx: str) -> Pair:
 
 
 def checked_pair(idx: str) -> Pair:
-    """Return a pair of another program.
+    """Return a pair of another program, after a check of its whole index.
 
     Args:
         idx: The file of the index.
@@ -196,13 +200,13 @@ class Catalog(NamedTuple):
 
     @classmethod
     def read(cls, file: str | Path) -> "Catalog":
-        """Return the catalog in a file.
+        """Return the catalog in a file. The name of the file must be the hash of its content.
 
         Args:
             file: The file.
 
         Raises:
-            ConfigError: Its content does not fit its name.
+            ConfigError: The file cannot be read, or its content does not fit its name.
         """
         with reading(str(file)):
             content = Path(file).read_bytes()
@@ -235,10 +239,10 @@ class TokenFiles:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, i: int) -> Encoded:
-        """Return a document.
+        """Return a document. If `skips`, a bad document is counted once and is empty.
 
         Args:
-            i: Its number.
+            i: Its number, from 0.
 
         Raises:
             BadRecord: `skips` is False, and the document is damaged or has an id that the tokenizer lacks.
@@ -266,14 +270,17 @@ class TokenFiles:
         return np.concatenate(documents)
 
     def answers(self) -> int | None:
-        """Return the number of tokens in answers of conversations; None for texts, where all tokens are learned."""
+        """Return the number of learned tokens of all conversations; None for texts, where all tokens are learned.
+
+        The files of answers are read whole.
+        """
         files = [pair.answers for pair in self._catalog.pairs if pair.answers is not None]
         if not files:
             return None
         return sum(int(np.count_nonzero(np.fromfile(file, dtype=bool))) for file in files)
 
     def notes(self) -> dict[str, dict[str, Any]]:
-        """Return the parts that conversations lack, see `chat_notes`; empty for files of another program."""
+        """Return the sum of the notes of all shards, see `sum_of`; empty if no shard has readable notes."""
         notes = []
         for pair in self._catalog.pairs:
             with suppress(OSError, ValueError):
@@ -320,7 +327,7 @@ class TokenFiles:
         )
 
     def _span(self, pair: Pair, i: int) -> tuple[int, int]:
-        """Return the bytes [start, stop) of document i of a pair."""
+        """Return the bytes [start, stop) of document i of a pair in its .bin; (0, 0) if the document is empty."""
 
         def numbers(place: int, dtype: str, count: int = 1) -> list[int]:
             start = HEADER.size + place
@@ -344,10 +351,10 @@ class Pairs(TokenFiles):
         return super().__len__() // 2
 
     def __getitem__(self, i: int) -> Encoded:
-        """Return the sides of a pair one after the other; nothing if one of them is a bad record.
+        """Return both sides of a pair in one `Encoded` with two lengths; `NOTHING` if one of the sides is empty.
 
         Args:
-            i: The number of the pair.
+            i: The number of the pair, from 0.
 
         Raises:
             BadRecord, ConfigError: As `TokenFiles`.

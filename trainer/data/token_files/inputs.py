@@ -44,7 +44,7 @@ class Inputs:
 
     @classmethod
     def of(cls, settings: DataSettings) -> "Inputs":
-        """Return the inputs of a data set.
+        """Return the inputs of a data set. All of its files are read and hashed, unless the cache has their hashes.
 
         Args:
             settings: The data set; a data set of the hub has a revision.
@@ -77,10 +77,10 @@ class Inputs:
         return sum(map(os.path.getsize, self.files))
 
     def plan(self, shard_bytes: int | None) -> dict[str, Any]:
-        """Return everything that decides the content of the shards.
+        """Return everything that decides the content of the shards, as it is written to JSON.
 
         Args:
-            shard_bytes: Bytes of a part, as configured.
+            shard_bytes: Bytes of a part, as configured; None if it is chosen by the size of the data.
         """
         tokenizer = self.settings.tokenizer
         described = {"hash": tokenizer_hash(tokenizer), "name": Path(tokenizer).name}
@@ -102,7 +102,9 @@ class Inputs:
     def content(
         self, parts: Sequence[Part], entries: Sequence[Mapping[str, Any]]
     ) -> list[tuple[int, int]]:
-        """Return the number of documents up to the end of each file, and the hash of their content.
+        """Return for each file the number of documents up to its end, and the hash of all inputs up to its end.
+
+        Data that come with this program have one entry for all files.
 
         Args:
             parts: The parts of the data set.
@@ -131,7 +133,7 @@ class Inputs:
 
 
 def made_by(settings: DataSettings) -> dict[str, int]:
-    """Return hashes of the settings that decide the tokens of documents, by name.
+    """Return 63-bit hashes of the settings that decide the tokens of documents, by name.
 
     Args:
         settings: The data set.

@@ -42,7 +42,7 @@ _TOKENS_A_BYTE = 0.3  # typical number of tokens of a byte of text
 
 
 def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
-    """Return the folder of the token files of a data set in the cache.
+    """Return the folder of the token files of a data set in the cache. Missing files are made first.
 
     Args:
         settings: The data set.
@@ -79,7 +79,7 @@ def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
 
 
 def described(settings: DataSettings, size: int) -> str:
-    """Return the source of token files, and about how large they become, in words.
+    """Return the source of token files, and about how large they become, in words. An unknown size is not named.
 
     Args:
         settings: The data set.
@@ -97,7 +97,10 @@ def described(settings: DataSettings, size: int) -> str:
 
 
 def _pinned(settings: DataSettings) -> DataSettings:
-    """Return the settings with the hub's revision of the first run. Later runs need no network."""
+    """Return the settings with the hub's revision of the first run.
+
+    The first run asks the hub, and notes the revision in the cache. Later runs need no network.
+    """
     hub = settings.hub
     if not hub or HubData.of(hub).revision:
         return settings
@@ -117,14 +120,14 @@ def tokenize(
     every: float = 0.0,
     shard_bytes: int | None = None,
 ) -> None:
-    """Make the shards that the folder lacks, then the manifest.
+    """Make the shards that the folder lacks, then the manifest. The folder is locked: a second process waits.
 
     Args:
         inputs: Everything that decides the content.
         folder: The folder.
         processes: Number of processes.
         log: Takes lines of progress.
-        every: Fewest seconds between two lines. Above 0 only for a folder in the cache, which stays if it is finished.
+        every: Fewest seconds between two lines. Above 0, only for the cache: a folder with a manifest stays as it is.
         shard_bytes: Bytes of a part; None to choose by the size of the data.
 
     Raises:
@@ -161,9 +164,9 @@ def tokenize(
 
 
 def noted(folder: Path) -> dict[str, Any]:
-    """Return the plan in a folder, with its shards if the folder is finished; empty if there is no plan.
+    """Return the plan in a folder, with its shards if the folder is finished; {} if there is no plan.
 
-    For a damaged file, the result is its name under the key "damaged".
+    For a damaged file, the result is {"damaged": name of the file}.
 
     Args:
         folder: The folder.
@@ -180,7 +183,10 @@ def noted(folder: Path) -> dict[str, Any]:
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> None:
-    """Write the plan into the folder, which may have shards of the same plan."""
+    """Write the plan into the folder, unless the folder has the same plan.
+
+    If the folder has another plan or token ids of another program, a ConfigError is raised.
+    """
     if before := noted(folder):
         changed = ", ".join(key for key in plan if before.get(key) != plan[key])
         if changed:
@@ -206,7 +212,10 @@ def _held(folder: Path, log: Log) -> Iterator[None]:
 
 
 def _missing(stems: Sequence[Path], entries: Mapping[str, Any], log: Log) -> list[int]:
-    """Return the numbers of the shards that are missing or damaged. `entries` has the records of the manifest."""
+    """Return the numbers, from 0, of the shards that are missing or damaged. The .idx of a damaged shard is deleted.
+
+    `entries` has the records of the manifest. A shard without a record is only checked by itself.
+    """
     missing = []
     for number, stem in enumerate(stems):
         index = stem.with_suffix(".idx")
@@ -255,7 +264,9 @@ def _write(
 def _written(
     work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int
 ) -> Iterator[int]:
-    """Write shards and yield the number of each; raise the ConfigError of a process, or if a process is killed.
+    """Write shards and yield the number of each, in the order in which they are finished.
+
+    If a process fails, its ConfigError is raised. If a process is killed, a ConfigError says so.
 
     work: number of a shard -> arguments of `write_shard`.
     """

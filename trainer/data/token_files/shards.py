@@ -22,7 +22,10 @@ from trainer.data.tokenizers.tokenizer import NOTHING, vocab_size_of
 
 @contextmanager
 def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
-    """Open a file to append, and empty it if a write fails: a part of a file would keep a full disk full."""
+    """Open a file to append, and yield the stream. If a write raises an OSError, empty the file, and raise the error.
+
+    A part of a file would keep a full disk full.
+    """
     with file.open("ab") as stream:
         try:
             yield stream
@@ -32,12 +35,12 @@ def _emptied_on_error(file: Path) -> Iterator[BinaryIO]:
 
 
 def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
-    """Tokenize a part, and write its shard under a lock, the .idx file last. A second process waits for the shard.
+    """Tokenize a part, and write its shard under a lock, the .idx file last. If the .idx file exists, write nothing.
 
     Args:
         settings: The data set.
         part: The part.
-        stem: The path of the shard's files, without their endings.
+        stem: The path of the shard's files, without their endings. The folder exists.
 
     Raises:
         ConfigError: The data cannot be read, or a record is bad and not to be skipped.
@@ -84,7 +87,7 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
 
 
 def entry_of(stem: Path) -> dict[str, Any]:
-    """Return the manifest's entry of a shard: documents, tokens, check sums, and skipped records.
+    """Return the manifest's entry of a shard: documents, tokens, check sums of .idx and .crc, and skipped records.
 
     Args:
         stem: The path of the shard's files, without their endings.

@@ -11,7 +11,7 @@ from trainer.data.tokenizers.tiktoken_format import SPECIAL_TOKENS, SPLIT_PATTER
 
 
 def json_files(file: str, longest: int) -> dict[str, Any]:
-    """Return the files by name, as text or as content of JSON.
+    """Return the files by name: tokenizer.json as text, tokenizer_config.json as a dict. Neither file is written.
 
     Args:
         file: The rank file.
@@ -69,7 +69,10 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def byte_of_char() -> dict[str, int]:
-    """Return the byte that each character spells in GPT-2's way: printable Latin-1 is itself, others from 256 on."""
+    """Return the byte that each of GPT-2's 256 characters spells.
+
+    A printable character of Latin-1 spells its own code. The characters from 256 on spell the other bytes, in order.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {

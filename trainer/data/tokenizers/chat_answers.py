@@ -77,7 +77,7 @@ class Answers:
                 raise ConfigError(_NOT_WRITTEN.format(i + 1))
 
     def span(self, number: int) -> tuple[int, int]:
-        """Return the characters [start, stop) of an answer.
+        """Return the characters [start, stop) of an answer in the rendered text, with its end token if there is one.
 
         Args:
             number: The number of its message, from 0.
@@ -198,7 +198,7 @@ class Answers:
         )
 
     def _ends(self, text: str, place: int) -> list[tuple[int, str]]:
-        """Return the special tokens that follow each other from a place on, each with the place after it."""
+        """Return the special tokens that follow each other from a place on, as (place after the token, token)."""
         ends = []
         while match := self._special.match(text, place):
             if ends and match.start(1) > place:  # another line
@@ -241,9 +241,10 @@ class Answers:
 
 
 def left_out(messages: Messages, text: str) -> str:
-    """Return the part of the messages that the rendered text lacks, in words; empty if it lacks none.
+    """Return the first part of the messages that the rendered text lacks, in words; "" if the text has all parts.
 
-    Contents must stand in the order of the messages, so that a short content is not found inside another one.
+    Contents and calls of the roles in CHECKED are searched. Contents must stand in the order of the messages, so that a
+    short content is not found inside another one.
 
     Args:
         messages: The messages.
@@ -273,7 +274,7 @@ def left_out(messages: Messages, text: str) -> str:
 
 
 def _is_misspelled(arguments: object, text: str) -> bool:
-    """Return whether a text has a string of JSON that is quoted twice, or an object as Python writes it."""
+    """Return whether a text has arguments only in a wrong form: as JSON quoted twice, or as Python writes an object."""
     if isinstance(arguments, str):
         return arguments.strip() not in text and _quoted(arguments) in text
     as_json = json.dumps(arguments, ensure_ascii=False)
@@ -286,7 +287,7 @@ def _without_reasoning(content: str) -> str:
 
 
 def end_of(content: str, text: str, start: int) -> int:
-    """Return where a content ends that is written as it is or as a string of JSON; -1 if it is missing.
+    """Return the place after a content that is written as it is or as a string of JSON; -1 if it is missing.
 
     Args:
         content: The content.

@@ -33,7 +33,7 @@ def read_messages(raw: object) -> list[dict[str, Any]]:
         raw: The messages of JSON.
 
     Raises:
-        ConfigError: A message has another form, or a part that is no text.
+        ConfigError: There is no message, a message has another form, or a part is no text.
     """
     if not raw or not are_objects(raw):
         raise ConfigError(
@@ -52,10 +52,10 @@ def are_objects(raw: object) -> bool:
 
 
 def read_template_arguments(raw: object) -> dict[str, Any]:
-    """Return the arguments of the template; empty if there are none.
+    """Return the arguments of the template; {} if there are none.
 
     Args:
-        raw: The value of `chat_template_kwargs`.
+        raw: The value of `chat_template_kwargs`, None for none.
 
     Raises:
         ConfigError: It is no object.
@@ -70,8 +70,10 @@ def read_template_arguments(raw: object) -> dict[str, Any]:
 def function_of(call: object) -> tuple[str, object] | None:
     """Return the name and the arguments of a tool call; None if `call` is no tool call with a name.
 
+    The arguments are as in the call: mostly an object or a string of JSON. Missing arguments are {}.
+
     Args:
-        call: The call of JSON.
+        call: The call of JSON, or its "function" alone.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if (
@@ -87,7 +89,7 @@ def argument_forms(messages: Messages) -> Iterator[Messages]:
     """Yield the messages with arguments of calls as objects, then unchanged, then as strings of JSON.
 
     Clients send strings of JSON. Most templates only take objects, and some write a string differently than an object.
-    A form that equals the form before is left out.
+    A form that equals the form before is left out. Messages without calls are only yielded unchanged.
 
     Args:
         messages: The messages.
@@ -123,7 +125,9 @@ def _message(raw: Message, number: int) -> dict[str, Any]:
 
 
 def _content(content: object, number: int, *, may_be_missing: bool) -> str:
-    """Return the text of a content. A message with calls may lack a content.
+    """Return the text of a content; its text parts are joined. Other contents raise a ConfigError.
+
+    A missing content is "" if `may_be_missing`, as in a message with calls.
 
     number: of the message, from 1, for errors.
     """

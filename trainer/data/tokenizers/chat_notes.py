@@ -40,6 +40,8 @@ def notes_of(
 ) -> dict[str, int]:
     """Return how many learned answers a conversation has, and how many of its parts the text lacks, by kind.
 
+    Kinds with the number 0 are left out. Tools and system messages count at most once a conversation.
+
     Args:
         conversation: The conversation.
         learned: Its learned messages.
@@ -63,11 +65,13 @@ def notes_of(
 
 
 def ends_of_spans(text: str, spans: Spans, special: tuple[str, ...]) -> list[bool]:
-    """Return whether each learned part of a text ends in a special token. Adjacent parts are one part.
+    """Return whether each learned part of a text ends in a special token, with or without white space after the token.
+
+    Adjacent spans are one part, so that the list may be shorter than `spans`.
 
     Args:
         text: The text.
-        spans: The characters [start, stop) of each learned part.
+        spans: The characters [start, stop) of each learned part, in order.
         special: Texts of special tokens.
     """
     joined = []
@@ -80,7 +84,7 @@ def ends_of_spans(text: str, spans: Spans, special: tuple[str, ...]) -> list[boo
 
 
 def sum_of(notes: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the sum of notes: for each kind the number, and the place of the first one.
+    """Return the sum of notes, by kind: "number" is the number, and "first" says where the first one is.
 
     Args:
         notes: Sums of several shards or sources.

@@ -107,7 +107,8 @@ class ChatTemplate:
         """Return the text that asks a model for the next answer: the text of `render` up to this answer.
 
         Args:
-            conversation: The conversation. If its entry `asks` is false, the text has no generation prompt.
+            conversation: A conversation with `messages`. If its entry `asks` is false, the text has no generation
+                prompt.
 
         Raises:
             ConfigError: The template refuses the messages, or leaves one out.
@@ -136,7 +137,7 @@ class ChatTemplate:
     def ends_of_answers(self) -> list[str]:
         """Return the special tokens with which the template ends an answer and a call of a tool.
 
-        An end that the template does not write is left out, so the list may be empty.
+        An end that the template does not write is left out, so the list may be empty. Both ends may be the same token.
         """
         call = {
             "id": "call00000",
@@ -194,7 +195,10 @@ class ChatTemplate:
         return [spans[answers.index(i)] for i in learnt]
 
     def _learned(self, messages: Messages) -> list[int]:
-        """Return the numbers of the learned messages."""
+        """Return the numbers, from 0, of the learned messages: answers without the weight 0.
+
+        If `chat.answers` is "last", only the last of these answers is learned.
+        """
         learned = [
             i
             for i, message in enumerate(messages)
@@ -205,10 +209,10 @@ class ChatTemplate:
     def _ended(
         self, messages: Messages, text: str, spans: Spans, how: Mapping[str, Any]
     ) -> tuple[str, Spans]:
-        """Return the text and the answers, with the end token of earlier answers after the last one.
+        """Return the text and the answers. If the last answer lacks its end token, the token is added to both.
 
-        Some templates, such as GLM-4.5's, write no end: the start of the next message ends an answer, and no message
-        follows the last answer.
+        The text with one more message shows this token. Some templates, such as GLM-4.5's, write no end: the start of
+        the next message ends an answer, and no message follows the last answer.
         """
         is_last = (
             bool(spans) and spans[-1][1] == len(text) and messages[-1]["role"] == "assistant"
@@ -271,7 +275,7 @@ def _spans_by_marks(marked: str, text: str) -> Spans:
 
 
 def _messages_of(conversation: Conversation) -> Messages:
-    """Return the messages of a conversation, which may be a prompt and an answer."""
+    """Return the messages of a conversation; a prompt and an answer become two messages."""
     roles = {"user": conversation.get("prompt"), "assistant": conversation.get("answer")}
     return conversation.get("messages") or [
         {"role": role, "content": text} for role, text in roles.items()

@@ -28,7 +28,7 @@ class ConversationEncoder:
     def of(
         cls, tokenizer_path: str, chat_template: str | None, chat: Chat
     ) -> "ConversationEncoder":
-        """Return the encoder for a tokenizer and a template.
+        """Return the encoder for a tokenizer and its template. Without a template, it encodes prompts and answers.
 
         Args:
             tokenizer_path: The file or folder of the tokenizer.
@@ -54,7 +54,7 @@ class ConversationEncoder:
         return self._template and self._template.files
 
     def encode(self, document: Conversation) -> Encoded:
-        """Return the tokens of a conversation, and which of them are in an answer.
+        """Return the tokens of a conversation, the mask of tokens in an answer, and notes if there is a template.
 
         Args:
             document: The conversation.
@@ -96,7 +96,7 @@ class ConversationEncoder:
 
 
 def plain_text(conversation: Conversation) -> dict[str, str]:
-    """Return prompt and answer of a conversation that needs no template.
+    """Return prompt and answer of a conversation that needs no template, under the keys `prompt` and `answer`.
 
     Args:
         conversation: The conversation.
@@ -113,7 +113,10 @@ def plain_text(conversation: Conversation) -> dict[str, str]:
 
 
 def _marked(ids: np.ndarray, places: np.ndarray, answers: Spans) -> Encoded:
-    """Return tokens (n,), learned if all of their characters are in an answer; places (n, 2) has these characters."""
+    """Return tokens (n,) with their mask (n,) bool. A token is learned if all of its characters are in one answer.
+
+    places (n, 2): the characters [start, stop) of each token.
+    """
     starts, stops = places.T
     learned = np.zeros(len(ids), dtype=bool)
     for start, stop in answers:

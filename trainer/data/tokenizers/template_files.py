@@ -72,7 +72,7 @@ def find_template(
 
 
 def _read(chat_template: str) -> str:
-    """Return the text of the configured file."""
+    """Return the text of the configured file. If it cannot be read, a MissingFile is raised."""
     try:
         return Path(os.path.expanduser(chat_template)).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -83,7 +83,11 @@ def _read(chat_template: str) -> str:
 
 
 def _source_in(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, Path]:
-    """Return the template of a folder, None if it has none, and its file. `settings` are the tokenizer's."""
+    """Return the template of a folder, None if it has none, and the file in which the template was searched last.
+
+    `settings` are the content of the folder's tokenizer_config.json. If chat_template.jinja cannot be read, a
+    ConfigError is raised.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
@@ -105,6 +109,8 @@ def end_ids(
     tokenizer: Tokenizer, folders: Iterable[HFFolder | None], template: ChatTemplate | None
 ) -> set[int]:
     """Return the ids that end a text: of the tokenizer, of `generation_config.json`, and of the template's answers.
+
+    Ids outside the vocabulary are left out.
 
     Args:
         tokenizer: The tokenizer.

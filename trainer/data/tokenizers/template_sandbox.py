@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 def environment_of(marks: tuple[str, str], today: str | None) -> "jinja2.Environment":
-    """Return the sandbox in which templates run.
+    """Return a new sandbox in which templates run. The package jinja2 is imported here.
 
     Args:
         marks: Texts before and after an answer that a template marks.
-        today: The date of `strftime_now`, which is undefined if this is None.
+        today: The date of `strftime_now`, such as "2025-01-31". If it is None, `strftime_now` is undefined.
     """
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension

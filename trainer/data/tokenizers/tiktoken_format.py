@@ -73,7 +73,7 @@ class TiktokenTokenizer(Tokenizer):
         self.eos_id = special["<|end_of_text|>"]
 
     def ids_of(self, text: str) -> Sequence[np.ndarray]:
-        """Return the token ids of a text in parts; see `Tokenizer.ids_of`.
+        """Return the token ids of a text in consecutive parts, without begin and end; see `Tokenizer.ids_of`.
 
         Args:
             text: Legal Unicode.
@@ -85,6 +85,8 @@ class TiktokenTokenizer(Tokenizer):
 
     def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return token ids and their characters; see `Tokenizer.encode_with_places`.
+
+        A character that two tokens share is in the characters of both.
 
         Args:
             text: Legal Unicode.
@@ -116,7 +118,7 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def split_long_runs(text: str) -> Iterator[str]:
-    """Yield pieces of a text, which is cut only inside runs of more than MAX_RUN characters.
+    """Yield the pieces of a text in order. A text is cut only inside runs of more than MAX_RUN characters.
 
     A run is a maximal stretch of white space, or of other characters. Ordinary text is one piece.
 
@@ -141,12 +143,14 @@ def split_long_runs(text: str) -> Iterator[str]:
 def read_ranks(file: str, shown: str) -> dict[bytes, int]:
     """Return the rank of each token, by its bytes; the ranks are 0, 1, 2, ... in any order.
 
+    The result is kept, so callers must not change it.
+
     Args:
         file: The rank file.
         shown: The path of the user, for messages.
 
     Raises:
-        ConfigError: The file is no rank file.
+        ConfigError: The file is no rank file, has a gap in the ranks, or lacks a single byte.
     """
     lines = Path(file).read_bytes().splitlines()
     ranks = {}

@@ -123,7 +123,9 @@ class Tokenizer(ABC):
 
 
 def replace_surrogates(text: str) -> str:
-    """Return a text as legal Unicode: surrogate pairs joined, lone surrogates as U+FFFD (tiktoken's rule).
+    """Return a text as legal Unicode: surrogate pairs become one character, and lone surrogates become U+FFFD.
+
+    tiktoken has the same rule.
 
     Args:
         text: The text.
@@ -192,7 +194,10 @@ def default_tokenizer_path() -> str:
 
 
 def _format_of(path: str | None) -> tuple[Any, str, str]:
-    """Return the module of a tokenizer's format, its file, and the path of the user."""
+    """Return the module of a tokenizer's format, its file, and the path of the user. None means the default path.
+
+    If the path is missing or not readable, or its format is not read, a ConfigError is raised.
+    """
     file = path = path or default_tokenizer_path()
     try:
         if os.path.isdir(path):

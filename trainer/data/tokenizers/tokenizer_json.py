@@ -113,7 +113,9 @@ class JsonTokenizer(Tokenizer):
 
 @lru_cache(maxsize=1)  # a job reads the size first, and builds the tokenizer later
 def facts(file: str, shown: str) -> tuple[int, tuple[str, ...]]:
-    """Return one more than the largest id, and the texts of the special tokens, without the library.
+    """Return one more than the largest id, and the texts of the special tokens.
+
+    The package `tokenizers` is not needed. The result of the last file is kept.
 
     Args:
         file: The file.
