@@ -83,11 +83,11 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> Rows:
-    """Return the groups of a mesh over the dims `along`, in a grid of `dims`.
+    """Return the ranks of each group of a mesh over the dims `along`, in a grid of `dims`.
 
     Args:
         dims: All dims of the grid, outermost first.
-        along: The dims of the mesh.
+        along: The dims of the mesh, in any order.
         sizes: Size of each dim.
     """
     grid = torch.arange(math.prod(sizes[name] for name in dims)).view(
