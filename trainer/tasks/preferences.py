@@ -57,7 +57,9 @@ class PreferenceTask(LanguageTask):
     def use_model(self, loop: Any) -> None:
         """Set up the reference model.
 
-        It is the loop's own model without its adapters, or a frozen copy of the initial weights.
+        It is the loop's own model without its adapters, or a frozen copy of the initial weights. The copy is built and
+        loaded
+        here: a collective over all ranks.
 
         Args:
             loop: The `Trainer`.
@@ -131,7 +133,9 @@ class PreferenceTask(LanguageTask):
         return losses
 
     def losses(self, part: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return this rank's share of the loss of each sequence, (B, 1), float64.
+        """Return this rank's share of the loss of each sequence, (B, 1), float64. A collective over `cp`.
+
+        With gradients, the rewards of the pairs are added to the totals of the step.
 
         Args:
             part: The model part that has the output.
