@@ -198,8 +198,8 @@ def pair_losses(sums: Tensor, dpo: DPO) -> tuple[Tensor, Tensor, Tensor]:
         dpo: The configuration of DPO.
 
     Returns:
-        The loss of each pair, (B, pairs); its rewards, (B, pairs, 2), without gradient; whether it exists, (B,
-        pairs).
+        The loss of each pair, (B, pairs); its rewards, (B, pairs, 2), without gradient; 1 if it exists, else 0, (B,
+        pairs). The loss of a pair that does not exist means nothing.
     """
     changes, tokens = sums.unbind(-1)
     exists = (tokens.detach() > 0).all(-1).to(changes.dtype)
@@ -228,7 +228,7 @@ class Rewards(Observer):
         self._step_sums = self._sums
 
     def add(self, rewards: Tensor, exists: Tensor) -> None:
-        """Add the pairs of a forward.
+        """Add the pairs of a forward to the sums of the step.
 
         Args:
             rewards: (B, pairs, 2), times the share that this rank counts.
