@@ -117,7 +117,10 @@ class FakeDevice(FakeTensorMode):
         return result
 
     def _without_memory(self, x: Tensor) -> Tensor:
-        """Return a host tensor of several real numbers as a tensor of the device, which stands for a CPU. Others stay."""
+        """Return a tensor of the device for a host tensor of several real numbers, if the device stands for a CPU.
+
+        Other tensors stay on the host, and are returned as they are.
+        """
         is_of_device = (
             type(x) is Tensor
             and x.device.type == "cpu"

@@ -123,6 +123,8 @@ def shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
 def direction(name: str, args: tuple, kwargs: dict[str, Any], result: Tensor) -> str:
     """Return the direction of a copy between host and device, and why the host waits; "" within a device.
 
+    For example: "cpu to cuda, blocking, pageable".
+
     Args:
         name: Name of the operator.
         args: Its arguments.

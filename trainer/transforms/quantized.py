@@ -171,7 +171,7 @@ def _set_to_zero(name: str, parameter: Tensor, generator: torch.Generator) -> No
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """Return the product of x, (..., inputs), with the frozen weight, plus the bias, in the layout of a plain linear module."""
+    """Return x, (..., inputs), times the frozen weight, plus the bias, in the layout of a plain linear module."""
     weight = module.weight
     if not isinstance(weight, DTensor):
         product = _Product.apply(x, weight)
