@@ -373,7 +373,7 @@ def _box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """Return the part of a parameter on one rank; its ranges may be empty. FSDP's cut follows tensor parallelism's.
+    """Return the part of a parameter on one rank; its ranges may be empty. FSDP's strided placement cuts last.
 
     coordinate: place of the rank in each dimension of the mesh.
     """

@@ -84,7 +84,7 @@ class Launch:
     end_seconds: float = math.inf
 
     def variables(self, address: str, port: int) -> dict[int, dict[str, str]]:
-        """Return number of the rank in the job -> its environment variables, with the names of torchrun.
+        """Return the environment variables of each rank, by its number in the job, with the names of torchrun.
 
         Args:
             address: Address of the job's store.

@@ -51,7 +51,7 @@ def store_of(key: str, address: str) -> Store:
 def named_step(key: str, address: str) -> tuple[Store, int | None]:
     """Return the folder around the path that a key names, and the step. None instead of the step if it is not `step-N`.
 
-    Neither is looked for. It raises as `store_of`.
+    Neither needs to exist. It raises as `store_of`.
 
     Args:
         key: The configuration key, for messages.

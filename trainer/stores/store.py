@@ -102,7 +102,7 @@ class Store:
     def open(self, file: Path, mode: str) -> Iterator[IO[bytes]]:
         """Enter a context with a file. A written file is synced and gets its name by a rename at the end.
 
-        To write also makes the folder of the file. After an error only FILE.tmp is left.
+        A write also makes the folder of the file. After an error only FILE.tmp is left.
 
         Args:
             file: The file.

@@ -57,9 +57,8 @@ class PreferenceTask(LanguageTask):
     def use_model(self, loop: Any) -> None:
         """Set up the reference model.
 
-        It is the loop's own model without its adapters, or a frozen copy of the initial weights. The copy is built and
-        loaded
-        here: a collective over all ranks.
+        It is the loop's own model without its adapters, or a frozen copy of the initial weights. To build and load the
+        copy is a collective over all ranks.
 
         Args:
             loop: The `Trainer`.
