@@ -130,6 +130,8 @@ def bandwidth() -> float:
 def non_negative(rows: np.ndarray, seconds: np.ndarray, offset: np.ndarray) -> np.ndarray:
     """Return the non-negative x for which `rows @ x + offset` is closest to `seconds`, by relative errors.
 
+    The most negative quantity is left out, and gets 0, until no other is negative.
+
     Args:
         rows: Quantities of each run, (runs, quantities).
         seconds: Time of each run, (runs,).

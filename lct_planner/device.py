@@ -117,9 +117,9 @@ class FakeDevice(FakeTensorMode):
         return result
 
     def _without_memory(self, x: Tensor) -> Tensor:
-        """Return a tensor made in host memory as a tensor of the device, if the device stands for a CPU.
+        """Return a tensor of the device for a host tensor of several real numbers, if the device stands for a CPU.
 
-        Tensors that belong to the host stay.
+        Other tensors stay on the host, and are returned as they are.
         """
         is_of_device = (
             type(x) is Tensor
@@ -130,7 +130,10 @@ class FakeDevice(FakeTensorMode):
         return self.from_tensor(x, static_shapes=True) if is_of_device else x
 
     def _computed(self, func, types, args, kwargs) -> Any:
-        """Return the result's form. PyTorch may compute it by other operators, which are not observed."""
+        """Return the result of an operator as tensors without memory; NotImplemented if it is a DTensor's turn.
+
+        PyTorch may compute the result by other operators, which are not observed.
+        """
         self._inside = True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -138,7 +141,7 @@ class FakeDevice(FakeTensorMode):
             self._inside = False
 
     def _run_body(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an operator's body, and compare its results with what the operator promises."""
+        """Run an operator's body, and return its results. AssertionError if they are not as the operator promises."""
         operator = OPDEFS[name]
         with set_ctx_getter(_AnySize):
             promised = list(map(form, tree_leaves(operator._abstract_fn(*args, **kwargs))))
@@ -169,7 +172,7 @@ class _AnySize:
 
 
 def form(x: Tensor) -> tuple:
-    """Return the properties that a graph relies on.
+    """Return shape, strides, dtype and device type, on which a graph relies.
 
     Left out are the strides of dimensions with size 1, and the sizes of a tensor of bytes, which ranks send.
 
@@ -331,7 +334,7 @@ def entered(*contexts: Any) -> Iterator[None]:
 
 @contextmanager
 def machine(rank: int, world: int, gpu: Gpu | None = Gpu()) -> Iterator[None]:
-    """Act as one rank, with a GPU that does not exist.
+    """Act as one rank, with a GPU that does not exist, and a process group that sends nothing.
 
     Args:
         rank: The rank.

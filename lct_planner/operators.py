@@ -35,7 +35,9 @@ def flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> i
 
 
 def kernel_name(execution: Execution) -> str:
-    """Return the kernel of an execution. If a kernel gives large tiles to cuDNN, return the one with more pairs.
+    """Return the kernel of an execution.
+
+    If a kernel gives large tiles to cuDNN, return "cudnn" or "varlen", by which of them has more pairs.
 
     Args:
         execution: A plan bound to a kernel.
@@ -120,6 +122,8 @@ def shapes(name: str, args: tuple) -> tuple[torch.Size, torch.Size]:
 
 def direction(name: str, args: tuple, kwargs: dict[str, Any], result: Tensor) -> str:
     """Return the direction of a copy between host and device, and why the host waits; "" within a device.
+
+    For example: "cpu to cuda, blocking, pageable".
 
     Args:
         name: Name of the operator.

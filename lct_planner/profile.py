@@ -47,7 +47,9 @@ class Profile:
         return sum(self.live[self.peak_place].values())
 
     def repeated(self, times: float) -> "Profile":
-        """Return the profile of a step with more micro-batches. Sums over replicas run once a step, and stay.
+        """Return the profile of a step with more micro-batches: forward and backward grow, other parts stay.
+
+        Sums over replicas run once a step, and stay, too.
 
         Args:
             times: Factor of the number of micro-batches.
@@ -78,7 +80,8 @@ def deeper(one: Profile, other: Profile, layers: int) -> Profile:
 
     Args:
         one: Profile of a shallower model.
-        other: Profile of a shallower model with another number of layers. Fragments and curve of the result are its.
+        other: Profile of a shallower model with another number of layers. The result has the fragments and the curve of
+            this profile.
         layers: Layers of the deeper model.
     """
     share = (layers - one.layers) / (other.layers - one.layers)

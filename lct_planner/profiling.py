@@ -77,9 +77,9 @@ def _product(event: Event) -> str:
 
 
 def _place(phase: str, layer: int, numbers: list[int]) -> str:
-    """Return the part of the step with the role of the layer; a deeper model has the same roles.
+    """Return the part of the step and the role of the layer, such as "backward/last layer".
 
-    numbers: the indices of the rank's layers, in order.
+    A deeper model has the same roles. numbers: the indices of the rank's layers, in order.
     """
     if layer in (BEFORE, AFTER) or layer not in numbers:
         return f"{phase}/{'embedding' if layer == BEFORE else 'output'}"
@@ -95,7 +95,7 @@ def _place(phase: str, layer: int, numbers: list[int]) -> str:
 
 
 def _memory(events: Events, step: int, numbers: list[int]) -> tuple[Amounts, dict, list, int]:
-    """Follow all changes; return bytes by place and purpose, where each was, the curve, and the reserved bytes.
+    """Follow all changes of memory, and return `live`, `at` and `curve` of a `Profile`, and the reserved bytes.
 
     step: the step whose places and curve are returned. numbers: the indices of the rank's layers, in order.
     """

@@ -15,9 +15,9 @@ def longest_sequence(
 ) -> tuple[Estimate | None, Estimate]:
     """Return the estimate of the longest sequence that fits, None if none does, and of a sequence that does not fit.
 
-    If all sequences up to `most` fit, the second estimate is of a longer one, which may fit, too.
-    Memory is nearly a straight line over the length. So the next try is where the line through the last two tries
-    reaches the device's memory.
+    The search ends within 2 % or one unit, or 12 tries after the first two. If all sequences up to `most` fit, the
+    second estimate is of a longer one, which may fit, too. Memory is nearly a straight line over the length. So the
+    next try is where the line through the last two tries reaches the device's memory.
 
     Args:
         estimate: Makes estimates.

@@ -34,6 +34,7 @@ def build(folder: Path | None = None) -> Path:
 
     Raises:
         subprocess.CalledProcessError: The compiler failed; its output is on stderr.
+        FileNotFoundError: There is no compiler, see `why_not`.
     """
     torch = Path(importlib.util.find_spec("torch").origin).parent
     digest = hashlib.blake2b(
@@ -65,7 +66,7 @@ def build(folder: Path | None = None) -> Path:
 
 
 def environment(library: Path) -> Mapping[str, str]:
-    """Return the environment of a process that has the shim.
+    """Return the environment of a process that has the shim, one thread for OpenMP, and no visible GPU.
 
     Args:
         library: The library of the shim.

@@ -120,6 +120,8 @@ class _RmsNorm(torch.autograd.Function):
 def rms_norm(x, shape, weight=None, eps=None, real=F.rms_norm) -> Tensor:
     """Stand in for F.rms_norm of a CUDA tensor, which a CPU build decomposes; a DTensor has whole rows.
 
+    Without a weight, and for a tensor of a CPU, the real function runs.
+
     Args:
         x: The input, any shape.
         shape: As in F.rms_norm.
@@ -201,6 +203,8 @@ def attention_of_one_rank(
     q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options
 ) -> Tensor:
     """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel.
+
+    With a mask, or if attention is not causal, the real function runs.
 
     Args:
         q: (B, H, S, D).

@@ -145,7 +145,7 @@ class _Search:
         return [choice for choice in self._tried.values() if choice is not None]
 
     def spread(self) -> None:
-        """Try degrees and methods, each with the least recomputation that fits."""
+        """Try degrees and methods, each with the least recomputation that fits. `fitting` then has the results."""
         best: Choice | None = None
         for tp in (n for n in (1, 2, 4, 8) if self._ranks % n == 0):
             if best is not None and best.order[0] == 1 and tp > 2:
@@ -231,9 +231,9 @@ class _Search:
         return {"parallelism.data_parallel_replicate_degree": str(replicas)}
 
     def _try(self, settings: Settings) -> Choice | None:
-        """Return the choice of these settings.
+        """Return the choice of these settings, and keep it: equal settings are estimated once.
 
-        None if it does not fit, or if the settings do not go together with the job.
+        None if it does not fit in the memory of device and host, or if the settings do not go together with the job.
         """
         key = tuple(sorted(settings.items()))
         if key not in self._tried:

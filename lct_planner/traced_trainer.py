@@ -102,14 +102,14 @@ class TracedTrainer(Trainer):
     """The model parts, and the copies of them that a task has built as a reference."""
 
     def build_task(self) -> Task:
-        """Return the task, for text without data."""
+        """Return the task. A task of text gets batches of zeros instead of data."""
         task = super().build_task()
         if isinstance(task, LanguageTask):
             task.build_loader = partial(_Loader, task)
         return task
 
     def build_model_parts(self) -> list[nn.Module]:
-        """Return the model parts, with even routing."""
+        """Return the model parts, with even routing, and add them to `built_parts`."""
         parts = super().build_model_parts()
         self.built_parts = [*self.built_parts, *parts]
         for module in itertools.chain(*(part.modules() for part in parts)):
@@ -143,7 +143,9 @@ class TracedTrainer(Trainer):
 
 
 def patches(gpu: Gpu | None) -> Iterator[Any]:
-    """Yield the replacements for a device without values and a rank without peers.
+    """Yield the replacements for a device without values and a rank without peers. The caller enters them.
+
+    It also clears caches that an earlier job has filled.
 
     Args:
         gpu: The GPU. None for CPUs.
@@ -173,7 +175,7 @@ def kernels_of(gpu: Gpu | None) -> GpuKernels:
 
 
 def installed_flash(gpu: Gpu | None) -> FlashPackage | None:
-    """Return the flash package that a run on such GPUs would use, among the packages installed here.
+    """Return the flash package that a run on such GPUs would use, among the packages installed here. None without one.
 
     Args:
         gpu: The GPU. None for CPUs.

@@ -49,6 +49,9 @@ def profiles(job: ResolvedJob, gpu: Any, *, whole: bool) -> dict[int, Profile]:
         job: The resolved job.
         gpu: The GPU. None for CPUs.
         whole: Trace all layers.
+
+    Raises:
+        RuntimeError: A trace has failed, or its process was killed.
     """
     depths = None if whole else shallow_depths(job)
     jobs = [job] if depths is None else [_with_depth(job, depth) for depth in depths]
@@ -130,9 +133,9 @@ def _send_profile(sender: Connection, job: ResolvedJob, gpu: Any, pp_rank: int) 
 def shallow_depths(job: ResolvedJob) -> tuple[int, int] | None:
     """Return two numbers of layers from which the model's depth follows. None if the model is not much deeper.
 
-    Both have the same number of layers of each kind, up to a period: kinds of layers, checkpointed and offloaded layers
-    repeat, except the first layers. The last two layers have the kinds of the last two layers of the model. Each stage
-    of a pipeline has the same number of layers. A model of fields is traced whole.
+    Each stage of a pipeline has the same number of layers. Its numbers in the two shallow models differ by a period:
+    the layers after which their kinds, checkpointing and offloading repeat. Leading layers of other kinds are in both
+    models. So are the kinds of the last two layers. A model of fields is traced whole.
 
     Args:
         job: The resolved job.
@@ -169,7 +172,7 @@ def _turn(model: Any, first: int) -> tuple[int, int]:
 
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a question: resolve its job, and trace it.
+    """Return the answer to a question: resolve its job, and trace it. An error is an answer, too.
 
     Args:
         question: The question, see the module.
@@ -203,7 +206,8 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
     """Return a job whose step takes the same memory with few micro-batches, and which reads and saves nothing.
 
-    In a pipeline at most twice its ranks are alive, except with schedules that run all forwards first.
+    In a pipeline at most twice its ranks are alive, except with schedules that run all forwards first. folder: the
+    dump folder of the job. ConfigError if the job needs bitsandbytes, which is not installed.
     """
     from trainer.transforms.quantized import check_quantization_package  # it imports torch
 
@@ -337,7 +341,7 @@ class Worker:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer each line of standard input by a line of standard output, until standard input ends."""
     # output of the trainer is not an answer
     answers = sys.stdout
     sys.stdout = sys.stderr

@@ -13,7 +13,7 @@ SETTINGS_FILES = ("tokenizer_config.json", "generation_config.json")
 
 
 def download_model(repo_id: str, folder: Path, token: str | None) -> None:
-    """Download the files of a model.
+    """Download the files of a model: weights in safetensors, JSON, chat template and tokenizer.
 
     Args:
         repo_id: The repository, ORG/NAME.
@@ -36,6 +36,8 @@ def download_model(repo_id: str, folder: Path, token: str | None) -> None:
 
 def download_tokenizer(repo_id: str, folder: str, token: str | None) -> str:
     """Return the path of the downloaded file, `<folder>/original/tokenizer.model` or `<folder>/tokenizer.json`.
+
+    With `tokenizer.json` it also downloads the files that name the tokens which begin and end a text.
 
     Args:
         repo_id: The repository on the hub.

@@ -74,7 +74,7 @@ def read(folder: Path) -> Run:
         The run.
 
     Raises:
-        ConfigError: The folder has no metrics.
+        ConfigError: The folder has no metrics, or no config.toml.
     """
     steps = _objects(folder / "metrics.jsonl")
     if not steps:
@@ -100,6 +100,9 @@ def page(runs: Sequence[Run]) -> str:
 
     Args:
         runs: The runs, at least one.
+
+    Raises:
+        ModuleNotFoundError: plotly is not installed.
     """
     sections = {
         "Runs": _summary(runs),
@@ -164,7 +167,7 @@ def _html(figure: Any, title: str, *, with_script: bool = False) -> str:
 
 
 def _times(runs: Sequence[Run]) -> str:
-    """Return HTML with bars: the measured median time of a step, and the predicted times of its parts."""
+    """Return HTML with bars: the median time of a step after the first one, and the predicted times of its parts."""
     import plotly.graph_objects as go
 
     bars: dict[str, dict[str, float]] = {}
@@ -183,7 +186,10 @@ def _times(runs: Sequence[Run]) -> str:
 
 
 def _layout(run: Run) -> str:
-    """Return HTML with a picture of the tokens and pairs of each rank, or with the reason why none can be drawn."""
+    """Return HTML with a picture of the tokens and pairs of each rank, or with the reason why none can be drawn.
+
+    The picture shows at most 65,536 tokens.
+    """
     length = min(run.settings["training.seq_len"], _LONGEST_PICTURE)
     cp = {
         key.removeprefix("parallelism.context_parallel_"): value

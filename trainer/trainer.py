@@ -93,7 +93,7 @@ class Trainer(Assembly):
             self.metrics.close()
 
     def train_step(self, step: int) -> None:
-        """Run one optimizer step over the whole global batch.
+        """Run one optimizer step over the whole global batch. If the end of the step before was deferred, run it, too.
 
         Args:
             step: Number of the step.
@@ -218,7 +218,11 @@ class Trainer(Assembly):
     def _run_parts(
         self, parts: Sequence[RankInputs], loss: LossFunction, *, last: bool
     ) -> None:
-        """Run forward and backward of a micro-batch, or of its chunks, from the last to the first."""
+        """Run forward and backward of a micro-batch, or of each of its chunks.
+
+        With chunks, first all chunks except the last run forward without gradients. Then each chunk runs forward and
+        backward, from the last to the first.
+        """
         (model,) = self.model_parts
         with self.region("forward"), torch.no_grad():
             for part in parts[:-1]:
@@ -250,7 +254,7 @@ class Trainer(Assembly):
         return not self.updates_masked or ends or saves or validates
 
     def read_step(self) -> None:
-        """Run the deferred end of the previous step, if there is one."""
+        """End the previous step, if its end was deferred: see `finish_step`."""
         deferred_end = self.unread
         self.unread = None
         if deferred_end is not None:
@@ -263,6 +267,9 @@ class Trainer(Assembly):
             step: Number of the step.
             totals: Sums over all ranks.
             record: Values for the metrics. None if the step is not logged.
+
+        Raises:
+            TrainingError: As `reduce_step`.
         """
         loss, grad_norm, updated = self.reduce_step(step, totals)
         if updated and not self.updates_masked:

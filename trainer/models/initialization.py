@@ -65,7 +65,10 @@ class Branch(nn.Module):
 
 
 def stored_as(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return the model, cast to its storage dtype. Modules with `float32_at_least` are cast to float32 or wider.
+    """Return `model`, cast to its storage dtype.
+
+    If a module's attribute `float32_at_least` is true, the module and all modules below it are cast to float32 or
+    wider.
 
     Args:
         model: A model on meta, cast in place.
@@ -84,11 +87,16 @@ def initialize(
 ) -> None:
     """Give the model on meta its storage, weights and buffers.
 
+    Every rank draws the same whole parameters, and keeps its own shard of each. So no collective is needed.
+
     Args:
         model: The model, changed in place.
         seed: Seed of all parameters.
         device: Where the model computes, and where weights are drawn, one whole parameter at a time.
         offload: Keep the weights in host memory.
+
+    Raises:
+        TypeError: No module draws a parameter.
     """
     with preserve_ties(model):
         model.to_empty(device="cpu" if offload else device)
@@ -112,7 +120,10 @@ def initialize(
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the innermost module that draws this parameter, and the parameter's name in it."""
+    """Return the innermost module with a method `init_parameter` for this parameter, and the parameter's name in it.
+
+    The module can be the model itself. If no module has the method, it raises TypeError.
+    """
     parts = name.split(".")
     for depth in range(len(parts) - 1, -1, -1):
         module = model.get_submodule(".".join(parts[:depth]))

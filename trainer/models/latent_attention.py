@@ -99,7 +99,8 @@ class LatentAttention(Branch):
             x: (B, S, dim).
             freqs_cis: Rotary table. None if the layer rotates nothing.
             attention_plan: Handle of the open plan. None without a plan.
-            positions: (B, S), -1 for padding, which teaches an indexer nothing. None without packed documents.
+            positions: (B, S), -1 for padding. Only an indexer reads them: it learns nothing from padding. None without
+                packed documents.
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
         args = self.args.latent
@@ -145,9 +146,9 @@ class LatentAttention(Branch):
         return self.inner_attention.run(q, latent, latent[..., :0], **settings)
 
     def rows_of_heads(self) -> dict[str, list[int]]:
-        """Return the numbers of rows that one head has in each parameter.
+        """Return the rows of one head in each divided parameter, by name of the parameter.
 
-        A parameter with several matrices has one number for each of them.
+        The list has one number of rows for each kind of matrix in the parameter.
         """
         latent = self.args.latent
         queries = "wq.weight" if latent.query_rank is None else "wq_b.weight"

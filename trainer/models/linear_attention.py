@@ -55,7 +55,9 @@ class Decay(nn.Module):
         self.dt_bias = Weights(heads * channels)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logarithms of the decays, and the steps, (B, S, H) each. Several channels: (B, S, H, channels).
+        """Return the logarithms of the decays, and the steps, both in float32 or wider.
+
+        Each has the shape (B, S, H), or (B, S, H, channels) with several channels.
 
         Args:
             x: (B, S, H * channels).
@@ -71,7 +73,7 @@ class Decay(nn.Module):
         return -rate * step, step
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Draw `a_log` as the logarithm of uniform numbers; set `dt_bias` to one.
+        """Draw `a_log` as the logarithm of uniform numbers between 0.01 and 16; set `dt_bias` to one.
 
         Args:
             name: Name of the parameter in this module.
@@ -174,10 +176,10 @@ class LinearAttention(Branch):
         raise NotImplementedError
 
     def convolve(self, parts: Sequence[Tensor], where: Where) -> tuple[Tensor, ...]:
-        """Return each part after its convolution and SiLU, (B, S, C).
+        """Return each part after its convolution, bias and SiLU, (B, S, C).
 
         Args:
-            parts: Inputs of the convolutions, (B, S, C) each.
+            parts: Inputs of the convolutions, (B, S, C) each, in the order of `args.convolved()`.
             where: `positions` and `plan` for the convolution.
         """
         names = self.args.convolved()
@@ -228,7 +230,7 @@ class GatedDeltaNet(LinearAttention):
         self.norm = nn.RMSNorm(args.value_dim, eps=norms.eps)
 
     def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
-        """Return the gated norm of the recurrence, (B, S, channels).
+        """Return the gated norm of the recurrence, (B, S, value heads * value_dim).
 
         Args:
             x: (B, S, dim).
@@ -262,9 +264,9 @@ class GatedDeltaNet(LinearAttention):
         return [self.args.key_dim, self.args.key_dim, values, values]
 
     def rows_of_heads(self) -> dict[str, list[int]]:
-        """Return the numbers of rows that one head has in each parameter.
+        """Return the rows of one head in each divided parameter, by name of the parameter.
 
-        A parameter with several matrices has one number for each of them.
+        The list has one number of rows for each kind of matrix in the parameter.
         """
         if self.args.by_head:
             return {"in_qkvz.weight": self._rows_of_key_head()}
@@ -293,7 +295,7 @@ class KimiDeltaAttention(LinearAttention):
         self.norm = nn.RMSNorm(args.head_dim, eps=norms.eps)
 
     def mixed(self, x: Tensor, where: Where, **adapter_inputs: Tensor) -> Tensor:
-        """Return the gated norm of the recurrence, (B, S, channels).
+        """Return the gated norm of the recurrence, (B, S, heads * head_dim).
 
         Args:
             x: (B, S, dim).
@@ -327,6 +329,8 @@ class Mamba2(LinearAttention):
 
     def add_own_parts(self, args: MambaArgs, norms: NormArgs) -> None:
         """Make the decays, the skip connection and the norm.
+
+        With one group, also set `whole`, the modules that tensor-parallel ranks do not divide.
 
         Args:
             args: The sizes of Mamba-2.

@@ -29,6 +29,7 @@ def matrices_of(
     """Return the trained parameters that Muon updates, each with the rows of its matrices.
 
     A parameter is seen as 2-D: all dimensions except the last are flattened to rows. Each row belongs to one matrix.
+    The rows of a matrix are ranges (start, end) of the whole parameter, without `end`.
 
     Args:
         model_parts: The model parts of this rank.
@@ -87,7 +88,11 @@ def _names(module: nn.Module) -> Sequence[str] | None:
 def _rows_within(
     module: nn.Module, per_head: bool
 ) -> Mapping[nn.Parameter, tuple[Ranges, ...]]:
-    """Return the rows of each matrix for the parameters below `module` whose shape alone does not tell them."""
+    """Return the rows of each matrix for the parameters of `module` that join several matrices, by parameter.
+
+    These are `w13` of experts, and the parameters that a module's method `rows_of_heads` names. Empty for other
+    modules.
+    """
     if isinstance(module, Experts):
         hidden = module.w13.shape[1] // 2
         return {module.w13: _by_heads(module.w13, [hidden], per_head=True)}
@@ -101,9 +106,12 @@ def _rows_within(
 def _by_heads(
     parameter: nn.Parameter, sizes: Sequence[int], *, per_head: bool
 ) -> tuple[Ranges, ...]:
-    """Return the rows of each matrix. Head after head, each kind of matrix has sizes[kind] rows.
+    """Return the rows of each matrix, kind after kind, of a parameter whose rows are ordered by head.
 
-    per_head: each head's rows of a kind are one matrix, instead of the rows of all heads together.
+    Args:
+        parameter: Its dimensions except the last are flattened to rows.
+        sizes: For each kind of matrix, the number of rows of one head.
+        per_head: If True, one head's rows of a kind are a matrix. If False, all heads' rows of a kind are one matrix.
     """
     kinds = [[] for _ in sizes]
     rows = parameter.shape[:-1].numel()

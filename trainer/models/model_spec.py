@@ -112,10 +112,13 @@ class ModelSpec:
 
 
 def model_spec(name: str) -> ModelSpec:
-    """Return the spec of a model family.
+    """Return the spec of a model family, whose module it imports.
 
     Args:
         name: Name of the family, a key of `MODELS`.
+
+    Raises:
+        KeyError: The name is not in `MODELS`.
     """
     there = MODELS[name].hugging_face
     spec = importlib.import_module(MODELS[name].spec).SPEC

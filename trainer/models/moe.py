@@ -102,6 +102,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Choose the experts of each token.
 
+        With gradients it also adds the choices to `count`, in place, and the gradient of the auxiliary loss to the
+        backward.
+
         Args:
             x: (N, dim).
             real: (N,), bool, False for padding, which counts as no load. None without padding.
@@ -133,7 +136,11 @@ class Router(nn.Module):
         return chosen, weights
 
     def _chosen(self, logits: Tensor) -> Tensor:
-        """Return the experts of each token: (N, k)."""
+        """Return the experts with the highest scores of each token, (N, k), int64.
+
+        Scores are the logits or their sigmoids, (N, E), plus the selection bias. With groups, only experts of the best
+        groups of a token are chosen.
+        """
         args = self.args
         scores = logits.sigmoid() if self.args.sigmoid else logits
         if self.bias_update_rate or args.sigmoid:
@@ -165,7 +172,7 @@ class Router(nn.Module):
         return weights if args.scale == 1 else weights * args.scale
 
     def init_buffers(self, device: torch.device) -> None:
-        """Set equal loads and no bias, in float32 or wider.
+        """Set equal loads, no bias and no counts. Loads and bias are in float32 or wider, counts are int64.
 
         Args:
             device: The device of the buffers.
@@ -215,7 +222,7 @@ class MoE(nn.Module):
         return out.view_as(x) if shared is None else out.view_as(x) + shared
 
     def tensor_parallel_styles(self) -> Styles:
-        """Return how tensor-parallel ranks divide it: each rank computes the experts' sums of its own tokens."""
+        """Return how tensor-parallel ranks divide this module: each rank computes the outputs of its own tokens."""
         gate = SequenceParallel(sequence_dim=0, use_local_output=True)
         styles = {"": OwnPositions(), "router.gate": gate}
         if self.shared is not None:
@@ -260,7 +267,11 @@ class ExpertBalance(Observer):
             model_parts[0].register_forward_hook(lambda *_: self._count(before=False))
 
     def _count(self, *, before: bool) -> None:
-        """Set the mean load from one forward with gradients, over all ranks. Call it before and after the forward."""
+        """Set the mean load from the choices of one forward with gradients. Nothing happens without gradients.
+
+        Before the forward it keeps this rank's counts. After the forward it sums the new choices over all ranks: one
+        collective.
+        """
         if not torch.is_grad_enabled():
             return
         counts = torch.stack([router.count for router in self._routers.values()])
@@ -274,7 +285,7 @@ class ExpertBalance(Observer):
 
     @torch.no_grad()
     def start_step(self) -> None:
-        """Give every router the mean load of each expert over all layers of the model.
+        """Give every router the mean load of each expert in the step before, over all layers of the model.
 
         With pipelines this is one collective. Nothing happens without an auxiliary loss, or if its load is per
         micro-batch.
@@ -296,9 +307,10 @@ class ExpertBalance(Observer):
 
     @torch.no_grad()
     def end_step(self, left_out: Tensor) -> None:
-        """Set the loads of the step, and update the biases: one collective.
+        """Set the loads of the step, update the biases, and set the counts to zero: one collective.
 
-        A recomputed block counts its tokens twice, which changes no share. A step without update counts nothing.
+        A recomputed block counts its tokens twice, which changes no share. If the step has no update, the loads and the
+        biases stay unchanged.
 
         Args:
             left_out: A scalar, nonzero if the step has no update.
@@ -322,7 +334,7 @@ class ExpertBalance(Observer):
     def record(self, positions: Positions) -> dict[str, float | list[list[float]]]:
         """Return the load of each expert, divided by the mean load of an expert; empty without experts. One collective.
 
-        "expert_load" has the loads by layer with experts, "expert_imbalance" the largest load.
+        "expert_load" has the loads by layer with experts, rounded to three decimals; "expert_imbalance" is the largest.
 
         Args:
             positions: Positions of the data streams; not used.

@@ -17,7 +17,8 @@ def build_norm(norms: NormArgs, dim: int) -> nn.Module:
     """Return a norm of the kind that a model uses.
 
     Args:
-        norms: Kind, epsilon and offset of the model's norms.
+        norms: Kind, epsilon and offset of the model's norms. A kind other than "rmsnorm" and "layernorm" makes a
+            LayerNorm without weight.
         dim: Channels.
     """
     if norms.kind == "rmsnorm":
@@ -101,7 +102,7 @@ class NormOfHeads(nn.RMSNorm):
         """Return the normed x, with the shape and dtype of x.
 
         Args:
-            x: (B, S, heads * head size); a DTensor if it is sharded.
+            x: (B, S, heads * head size). If the heads are divided, a DTensor, whose mean takes a collective.
         """
         if not isinstance(x, DTensor):
             return super().forward(x)

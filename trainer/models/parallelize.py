@@ -157,7 +157,7 @@ def _compiled_apart(
 ) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
     """Return the blocks that are not compiled as a whole, with the methods to compile.
 
-    These are the blocks with experts, or with tiles.
+    These are the blocks with experts, or with tiles. Empty if the model is not compiled.
     """
     if not job.compilation.model:
         return {}
@@ -203,9 +203,10 @@ def _data_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> No
 
 
 def keep_stage(model: nn.Module, modules: Collection[str]) -> None:
-    """Remove all modules except the named ones from a whole model on meta; names of modules and parameters stay.
+    """Remove the embedding, the last norm, the output and the layers that are not named from a whole model on meta.
 
-    The forward then takes the previous stage's hidden states instead of tokens, and returns hidden states.
+    Names of modules and parameters stay. Without `tok_embeddings` the forward takes the previous stage's hidden states
+    instead of tokens. Without `output` it returns hidden states.
 
     Args:
         model: The whole model, changed in place.

@@ -68,9 +68,9 @@ def _scaled_frequencies(
 
 
 def _yarn_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
-    """Return the last pair that YaRN keeps, and the first pair that it stretches wholly.
+    """Return the last pair that YaRN keeps, and the first pair whose frequency it divides by the whole factor.
 
-    Follows arXiv 2309.00071, section 3.2.
+    Pairs count from 0; without `scaling.truncate` they are fractions. Follows arXiv 2309.00071, section 3.2.
     """
 
     def pair(turns: float) -> float:
@@ -175,9 +175,10 @@ def _rotated(x: Tensor, freqs_cis: Tensor, rotate: Callable[..., Tensor]) -> Ten
 
 
 def _rotated_pairs(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    """Return x rotated by one complex product, in the dtype of the angles.
+    """Return x, (B, S, H, D), with adjacent pairs rotated, in the dtype of the angles.
 
-    It takes a third of the time of real products, but inductor fuses only those.
+    In eager mode the rotation is one complex product, which takes a third of the time of real products. In compiled
+    mode it is real products, because inductor fuses only these.
     """
     pairs = x.to(freqs_cis.dtype).unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():

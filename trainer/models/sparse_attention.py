@@ -45,7 +45,9 @@ class Indexer(Branch):
         """Tensor parallelism gathers here: a rank has the index of its tokens before, and of all tokens after."""
 
     def forward(self, x: Tensor, queried: Tensor, freqs_cis: Tensor) -> Index:
-        """Return the index.
+        """Return the rotated queries and keys, and the scaled weights of heads, from which index scores are computed.
+
+        With tensor parallelism, a rank passes its own tokens and gets the index of all tokens: a collective.
 
         Args:
             x: (B, S, dim).
@@ -126,7 +128,10 @@ class SparseAttention(LatentAttention):
     def attend(
         self, q: Tensor, latent: Tensor, settings: Mapping[str, Any], inputs: IndexerInputs
     ) -> Tensor:
-        """Return attention to the chosen keys, (B, H, S, V). Its backward adds the gradient of the indexer's loss.
+        """Return attention to the chosen keys, (B, H, S, V).
+
+        If the indexer's weights require gradients, the backward adds the gradient of the indexer's loss. Padding has no
+        loss.
 
         Args:
             q: (B, H, S, N + P).

@@ -29,15 +29,16 @@ def in_tiles(
     *,
     dim: int = 1,
 ) -> Tensor:
-    """Return `compute(*inputs)`, with the shape of the first input, computed in `tiles` parts of a dimension.
+    """Return `compute(*inputs)`, with the shape and dtype of the first input, computed in `tiles` parts of a dimension.
 
-    A DTensor is split within each rank. All ranks must have the same number of positions, so that collectives of the
-    modules join equal parts. Gradients of weights are summed over the parts in float32 or wider.
+    The backward computes each part again. A DTensor input is replaced by its local part, so the result is a plain
+    tensor. All ranks must have the same number of positions, so that collectives of the modules join equal parts.
+    Gradients of weights are summed over the parts in float32 or wider.
 
     Args:
         compute: The function.
         inputs: For example x, (B, S, dim).
-        tiles: Number of parts.
+        tiles: Number of parts. 1: `compute` is called once, with the inputs as they are.
         modules: The modules that `compute` uses.
         dim: The dimension of the positions in each input.
     """

@@ -107,8 +107,8 @@ def apply_data_parallel(
     """Shard (and replicate) the parameters of `model` over `mesh`, in place.
 
     If there is nothing to shard, replicate, cast or offload, the model is not changed. But if it has both plain and
-    tensor-parallel parameters, plain parameters are wrapped over one rank too, because the optimizer takes one kind
-    only.
+    tensor-parallel parameters, plain parameters are wrapped over one rank too, because the optimizer takes either plain
+    parameters or DTensors.
 
     Args:
         model: The whole model, or the stage of this rank.
@@ -257,7 +257,7 @@ class OverGroup:
 def _prefetch(
     units: Sequence[FSDPModule], options: DataParallelOptions, *, last_is_apart: bool
 ) -> None:
-    """Set which units each unit prefetches while it runs.
+    """Set which units each unit prefetches during the forward.
 
     last_is_apart: the last unit runs after the model's forward. FSDP gathers it only after all layers are done, so the
     unit before it always prefetches it.
@@ -300,7 +300,9 @@ class _Held:
 
 
 def keep_on_host(model: nn.Module, *names: str) -> None:
-    """Hide arguments from FSDP's hooks of `model`. Call it after `fully_shard`.
+    """Hide tensor arguments of `model` from FSDP's hooks, so that FSDP does not move them to its device.
+
+    Call it after `fully_shard`. The forward gets the arguments unchanged.
 
     Args:
         model: The model.

@@ -76,7 +76,7 @@ def expert_units(
     """Return how FSDP shards experts, over all ranks that have tokens for them. None without expert parallelism.
 
     The `efsdp` ranks divide the experts of a rank. If the number of experts cannot be divided, they divide the rows of
-    each expert.
+    each expert. It makes a group for reduce-scatters: a collective of all ranks.
 
     Args:
         experts: Block -> its experts.
@@ -112,7 +112,8 @@ def dispatched_sums(
         x: (N, dim).
         chosen: (N, k), int64.
         weights: (N, k).
-        sums: (x, chosen, weights, *, sizes) -> the sums of this rank's experts.
+        sums: (x, chosen, weights, *, sizes) -> the sums of this rank's experts. `chosen` numbers them from 0 to E - 1,
+            and is E for an expert of another rank.
         plan: The plan of `chosen`, see `Routing`.
         meanwhile: Called once, on every rank, while tokens are sent.
 
@@ -257,7 +258,10 @@ class _Arrived(torch.autograd.Function):
 
 
 def _combined(sums: Tensor, plan: DispatchPlan) -> Tensor:
-    """Return the sums of this rank's tokens from the sums at the experts of all ranks."""
+    """Send the sums of all ranks' experts back to the owners of the tokens: a collective.
+
+    Returns this rank's tokens, (N, dim), each the total of its sums.
+    """
 
     def combine(sums: Tensor) -> Tensor:
         (arrived,), pending = _start_exchange([sums], plan, "expert_combine", back=True)
@@ -276,10 +280,10 @@ def _combined(sums: Tensor, plan: DispatchPlan) -> Tensor:
 def _start_exchange(
     tensors: Tensors, plan: DispatchPlan, kind: str, *, back: bool = False
 ) -> tuple[list[Tensor], Pending]:
-    """Start sending rows of several tensors, (T, C) each, side by side, as bytes.
+    """Start sending rows of several tensors, (T, C) each, side by side, as bytes. A collective.
 
-    Returns views of the arriving rows, and a handle. kind: the name under which calls and bytes are counted. back: from
-    the experts to the ranks of the tokens.
+    Returns views of the arriving rows, valid after the wait, and a handle. kind: the name under which calls and bytes
+    are counted. back: from the experts to the ranks of the tokens.
     """
     places = []
     width = 0

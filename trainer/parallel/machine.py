@@ -24,7 +24,9 @@ class Machine:
         return record_function(name)
 
     def host_like(self, tensor: Tensor, device_type: str, key: str) -> Tensor:
-        """Return host memory for a tensor. For a GPU it is page-locked; otherwise copies would not overlap.
+        """Return zeroed host memory with the shape, strides and dtype of a tensor.
+
+        For a GPU the memory is page-locked; otherwise copies would not overlap.
 
         Args:
             tensor: A tensor of any shape.

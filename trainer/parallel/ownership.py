@@ -80,7 +80,7 @@ class Matrix:
     owner: int
 
     def sender(self, piece: Piece) -> int:
-        """Return the rank that sends a piece: of all ranks that have it, the nearest to the owner by number.
+        """Return the rank of the group that sends a piece: the nearest to the owner by number, if several have it.
 
         Args:
             piece: A piece of this matrix.
@@ -120,7 +120,7 @@ class RankRound:
         Args:
             matrices: The matrices of the round.
             rank: The rank.
-            known: Cache, id of a layer's pieces -> this rank's pieces.
+            known: Cache, id of a layer's pieces -> this rank's pieces; extended in place.
         """
         for matrix in matrices:
             if id(matrix.pieces) not in known:
@@ -220,7 +220,7 @@ class Owners:
 
         Args:
             this: The round.
-            results: Results of the matrices that this rank owns, (number, rows, columns).
+            results: Results of the matrices in `this.owned`, in their order, (number, rows, columns).
 
         Returns:
             A function that waits, and yields this rank's blocks: (matrix, rows of its parameter's shard, their values).
@@ -253,7 +253,7 @@ class Owners:
     ) -> Callable[[], Iterator[Tensor]]:
         """Start the exchange of blocks by rank. The result waits, and yields the arrived blocks, by rank.
 
-        moves: whether any rank of the group sends something to another rank; it is the same on every rank.
+        moves: whether any rank of the group sends to another rank, the same on every rank. If so, it is a collective.
         """
         blocks = [block for rank in sorted(sent) for block in sent[rank]]
         received = torch.cat(
@@ -314,7 +314,7 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
 
 
 def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
-    """Return the parts, in the boxes of a parameter, of the matrix that has its rows `rows`."""
+    """Return the piece in each box of the matrix that the parameter's rows `rows` form; none for an empty part."""
     pieces = (
         (tuple(common_parts(rows, Offsets(box.rows))), box, ranks)
         for box, ranks in boxes.items()
@@ -329,7 +329,7 @@ def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
 def _boxes(parameter: Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxes]) -> Boxes:
     """Return the boxes of a parameter, each with the indices in `ranks` of the ranks that hold it.
 
-    `known` keeps results by shape, mesh and placements. Raises ValueError if the parameter is on other ranks.
+    `known` keeps results by shape, mesh and placements. Raises ValueError if the parameter's ranks are not `ranks`.
     """
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
@@ -355,7 +355,7 @@ def _boxes(parameter: Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxe
 
 
 def rows_here(parameter: Tensor) -> Ranges:
-    """Return the rows of a parameter that this rank has, in order.
+    """Return the rows that this rank has, as ranges (start, end) of the whole parameter, in order.
 
     Args:
         parameter: 1-D or 2-D.
@@ -373,7 +373,7 @@ def _box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """Return the part on a rank. Tensor parallelism cuts before FSDP, whose placement shows it by its stride.
+    """Return the part of a parameter on one rank; its ranges may be empty. FSDP's strided placement cuts last.
 
     coordinate: place of the rank in each dimension of the mesh.
     """

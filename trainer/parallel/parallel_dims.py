@@ -83,11 +83,11 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -> Rows:
-    """Return the groups of a mesh over the dims `along`, in a grid of `dims`.
+    """Return the ranks of each group of a mesh over the dims `along`, in a grid of `dims`.
 
     Args:
         dims: All dims of the grid, outermost first.
-        along: The dims of the mesh.
+        along: The dims of the mesh, in any order.
         sizes: Size of each dim.
     """
     grid = torch.arange(math.prod(sizes[name] for name in dims)).view(
@@ -155,7 +155,7 @@ class ParallelDims:
             )
 
     def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
-        """Add the meshes of a factorisation.
+        """Add the meshes of a factorisation. New groups make it a collective of all ranks.
 
         If an earlier mesh has the same groups, the name refers to the earlier mesh.
         """
@@ -221,9 +221,11 @@ class ParallelDims:
     def host_group(self, name: str, timeout: timedelta) -> ProcessGroup:
         """Return a group of the ranks of a mesh for tensors in host memory. A collective of all ranks.
 
+        On CPUs, and for one rank, it is the group of the mesh; otherwise each call makes a new gloo group.
+
         Args:
             name: Name of the mesh.
-            timeout: Time-out of a new group, if the mesh has no group for host memory.
+            timeout: Time-out of a new group.
         """
         mesh = self[name]
         if mesh.device_type == "cpu" or mesh.size() == 1 or not has_peers(mesh):

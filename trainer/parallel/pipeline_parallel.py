@@ -116,8 +116,8 @@ class Pipeline:
     def __call__(self, tokens: Tensor, **arguments: Tensor | None) -> Tensor | None:
         """Run the forward of a batch through all stages, one after another; return the last stage's hidden states.
 
-        Returns None on the ranks without the last stage. Gradients are off. Hidden states are sent in the order of the
-        stages, for every schedule. A collective over the pipeline.
+        Returns None on the ranks without the last stage. Call it without gradients: none flow between ranks. Hidden
+        states are sent in the order of the stages, for every schedule. A collective over the pipeline.
         """
         rank = self.mesh.get_local_rank()
         stages = len(self.plan.stages)
@@ -145,10 +145,10 @@ class Pipeline:
         return hidden if self.has_last else None
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long stages wait for each other's messages. A collective over the pipeline.
+        """Set how long stages wait for each other's messages, if gloo sends them: a collective over the pipeline.
 
         `set_group_timeout` changes collectives only: for messages, a gloo group keeps the time-out that it was created
-        with. So the stages get a new group.
+        with. So the stages get a new group. With another back end nothing happens.
 
         Args:
             seconds: The time-out.

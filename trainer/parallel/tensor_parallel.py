@@ -51,9 +51,10 @@ def tokens_divided(modules: Iterable[str]) -> Styles:
 
 
 def sequence_gathered(*matrices: str) -> Styles:
-    """Return styles of a module and its matrices. The module takes (B, S / tp, dim) and two more inputs.
+    """Return styles of a module, of its first matrices and of `wo`.
 
-    It gets the whole sequence. Its first matrices give channels of this rank's heads. `wo` adds up all ranks' heads.
+    The module takes (B, S / tp, dim) and two more inputs, and gathers the whole sequence. The first matrices give
+    channels of this rank's heads. `wo` sums over all ranks' heads, and each rank gets its own tokens, (B, S / tp, dim).
 
     Args:
         *matrices: Names of the first matrices.
@@ -68,9 +69,11 @@ def sequence_gathered(*matrices: str) -> Styles:
 def shard_rows(_name: str, part: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the first dimension of a module's own parameters, as `distribute_module` calls it.
 
+    Each rank keeps a part of its own whole parameter, so no collective is needed.
+
     Args:
         _name: Not used.
-        part: The module, changed in place.
+        part: The module; its parameters are replaced by DTensors.
         mesh: The 1-D mesh.
     """
     for name, parameter in list(part.named_parameters(recurse=False)):

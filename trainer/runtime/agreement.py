@@ -81,6 +81,8 @@ def once_a_node(find: Callable[[], str]) -> str:
 def gather_values(value: Any, over: Over = None) -> list[Any]:
     """Return the values of all ranks, in the order of ranks. A collective.
 
+    All values pass through JSON: a tuple becomes a list, and keys become strings.
+
     Args:
         value: This rank's value, of types that JSON has.
         over: The ranks.
@@ -121,7 +123,7 @@ def _group_of(over: Over) -> ProcessGroup:
 
 
 def read_once(function: Callable[[], bytes], over: Over = None) -> bytes:
-    """Return on every rank the result of `function` on the first rank. It raises as `raise_on_all_ranks`.
+    """Return on every rank the result of `function` on the first rank. A collective; it raises as `raise_on_all_ranks`.
 
     Args:
         function: Reads some bytes.

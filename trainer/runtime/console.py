@@ -106,7 +106,9 @@ def line_width() -> int:
 
 
 def paragraphs(topics: Iterable[tuple[str, str]], width: int) -> str:
-    """Return topics and texts in two columns. A repeated topic is shown once, a topic with an empty text not at all.
+    """Return topics and texts in two columns.
+
+    If a topic equals the one before, its column stays empty. A topic with an empty text is left out.
 
     Args:
         topics: Pairs of a topic and a text.

@@ -36,7 +36,7 @@ class Machine:
             wanted: `job.device`.
 
         Raises:
-            ConfigError: It asks for a GPU, and none is visible.
+            ConfigError: `wanted` is 'cuda', and no GPU is visible.
         """
         if wanted == "cuda" and not self.gpus and not any(map(os.path.exists, _OTHER_GPUS)):
             raise ConfigError(
@@ -79,7 +79,7 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
 
 
 def _gpu_memories() -> list[int]:
-    """Return the memory of each GPU in bytes, reported by nvidia-smi; empty without that program."""
+    """Return the memory of each GPU in bytes, reported by nvidia-smi; empty if that program is missing or fails."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         result = subprocess.run(query, capture_output=True, text=True, check=False, timeout=20)

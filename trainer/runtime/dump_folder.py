@@ -64,10 +64,13 @@ def configuration_text(config: JobConfig) -> bytes | None:
 
 
 def save_configuration(config: JobConfig) -> None:
-    """Write `config.toml`, which commands on the finished run read.
+    """Write `config.toml`, which commands on the finished run read. Without the package tomli-w, only log a warning.
 
     Args:
         config: The configuration.
+
+    Raises:
+        ConfigError: The folder cannot be written to.
     """
     folder = Path(config.job.dump_folder)
     text = configuration_text(config)
@@ -117,7 +120,7 @@ def check_creatable(folder: Path, key: str) -> None:
         key: The key that names it.
 
     Raises:
-        ConfigError: It cannot.
+        ConfigError: The folder cannot be created or written to.
     """
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".lct-", dir=nearest_existing(folder)))
@@ -181,7 +184,7 @@ def holder_of(
 
     Args:
         folders: Key -> the folder that it names, see `folders_of`.
-        patience_seconds: Time to wait for another job to end.
+        patience_seconds: Time to wait for another job to end, for each folder.
     """
     for key, folder in folders.items():
         try:
@@ -194,11 +197,16 @@ def holder_of(
 
 
 def wait_for_lock(file: IO[bytes], patience_seconds: float) -> bool | None:
-    """Return whether this process gets the lock within the time. None if the file system has no locks.
+    """Take the lock, and return whether it was free within the time. None if the file system has no locks.
+
+    The process holds the lock until the file is closed.
 
     Args:
         file: The open file of the lock.
         patience_seconds: Time to wait.
+
+    Returns:
+        True if this process has the lock, False if another process holds it, None without locks.
     """
     deadline = time.monotonic() + patience_seconds
     while True:

@@ -16,7 +16,7 @@ _GIVE_BACK = 10
 
 @contextmanager
 def imports_uncollected() -> Iterator[None]:
-    """Import modules inside without collections, and let later collections skip these modules.
+    """Switch collections off inside, for imports, and let later collections skip all objects that exist at the end.
 
     Modules are not garbage. Searching PyTorch's modules for garbage takes a fifth of their import, and half a second at
     each full collection.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def page_locked_like(tensor: Tensor, key: str, advice: str) -> Tensor:
-    """Return page-locked host memory for a tensor. It stays locked as long as the returned object lives.
+    """Return zeroed, page-locked host memory for a tensor. It stays locked as long as the returned object lives.
 
     It is allocated by the system: PyTorch's allocator of page-locked memory takes the next power of two.
 
@@ -35,7 +35,7 @@ def page_locked_like(tensor: Tensor, key: str, advice: str) -> Tensor:
 
 
 def system_memory_like(tensor: Tensor) -> Tensor:
-    """Return host memory for a tensor, with its shape, dtype and order of elements.
+    """Return zeroed host memory for a tensor, with its shape, dtype and order of elements.
 
     Args:
         tensor: A tensor of any shape.

@@ -98,7 +98,7 @@ def open_store(nodes: Nodes, ranks: int, timeout_seconds: float) -> "TCPStore":
 
 
 def meet(store: "TCPStore", nodes: Nodes, event: str, timeout_seconds: float) -> None:
-    """Wait until the launchers of all nodes have reached an event.
+    """Report that this node has reached an event, and wait until the launchers of all nodes have reached it.
 
     Args:
         store: The store of the job.
@@ -122,7 +122,11 @@ def meet(store: "TCPStore", nodes: Nodes, event: str, timeout_seconds: float) ->
 
 
 def _listener(nodes: Nodes) -> socket.socket:
-    """Return a socket that listens on MASTER_PORT of all networks; ConfigError if the port is taken or not allowed."""
+    """Return a socket that listens on MASTER_PORT of all networks; wait 5 s for a taken port.
+
+    Raises:
+        ConfigError: The port is still taken, or not allowed.
+    """
     # a launcher that is just ending may hold the port
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
@@ -219,7 +223,13 @@ def _reach(nodes: Nodes, waiting: "_Waiting") -> "TCPStore":
 
 
 def _join(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waiting") -> None:
-    """Act as another node: register with the first node, and wait for its verdict; DistError if that node ends."""
+    """Act as another node: register with the first node, and wait for its verdict.
+
+    Raises:
+        ConfigError: Another job is there, the job has all of its nodes, another node has this rank, or nodes disagree.
+        NodesMissing: The time is over.
+        DistError: The first node has ended.
+    """
     if (job := store.get("job").decode()) != nodes.job:
         raise ConfigError(
             f"the job {job!r} gathers at this MASTER_ADDR and MASTER_PORT, but this is {nodes.job!r}. Give "
@@ -262,7 +272,7 @@ class _Waiting:
         """Wait a moment, and print a line if it is time. store: None if the first node cannot be reached.
 
         Raises:
-            NodesMissing: the time is over; on other nodes than the first a little later, because its words count.
+            NodesMissing: The time is over. Other nodes wait a little longer than the first, because its verdict counts.
         """
         time.sleep(_PAUSE_SECONDS)
         nodes = self.nodes

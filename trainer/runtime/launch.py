@@ -84,7 +84,7 @@ class Launch:
     end_seconds: float = math.inf
 
     def variables(self, address: str, port: int) -> dict[int, dict[str, str]]:
-        """Return rank -> its environment variables, with the names of torchrun.
+        """Return the environment variables of each rank, by its number in the job, with the names of torchrun.
 
         Args:
             address: Address of the job's store.
@@ -197,7 +197,10 @@ def _run(launch: Launch, watchdog: "Watchdog", stop_signals: Sequence[signal.Sig
 
 
 def _start(launch: Launch, processes: RankProcesses) -> "TCPStore":
-    """Start the ranks, and return the store of the job, which lives as long as the ranks."""
+    """Start the ranks, and return the store of the job, which lives as long as the ranks.
+
+    With several nodes, first wait for the launchers of all nodes.
+    """
     nodes = launch.nodes
     if nodes.count > 1:
         with signals_held():
@@ -274,7 +277,10 @@ class Watchdog:
 
 
 def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog) -> int:
-    """Name the rank that failed, or the signal that ended the ranks, in one line, and return the exit code."""
+    """Name the rank that failed, or the signal that ended the ranks, in one line on stderr; return the exit code.
+
+    If the code is 2, no line is printed, because the rank has named the wrong setting.
+    """
     (rank, code), hung = _cause(
         ends, lambda end: end.code == LOST_PEERS or watchdog.ended(*end)
     )
@@ -310,7 +316,7 @@ def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog
 def _cause(
     ends: Sequence[RankEnd], lost_peers: Callable[[RankEnd], bool]
 ) -> tuple[RankEnd, bool]:
-    """Return the end that caused the failure, and whether that rank hung, so that this launcher ended it.
+    """Return the end that caused the failure, and whether this launcher ended that rank because it hung.
 
     Args:
         ends: The ends of all ranks of this node, in order.
@@ -333,10 +339,10 @@ def _cause(
 def _passing_signals_on(
     processes: RankProcesses, stop_signals: Sequence[signal.Signals]
 ) -> Iterator[list[int]]:
-    """Pass SIGTERM, SIGINT and these signals on to the ranks inside; yield the list of signals that were passed on.
+    """Pass SIGTERM, SIGINT and these signals on to the ranks inside; yield the list of the signals that ranks got.
 
-    SIGUSR1 is passed on as another signal of the list, because it makes a rank show its stacks. Without ranks a signal
-    ends the launcher by `Stopped`, and so does a signal that is not passed on.
+    SIGUSR1 makes a rank show its stacks. So the ranks get the first other signal of `stop_signals` instead, or SIGTERM.
+    Without ranks a signal ends the launcher by `Stopped`, and so does a signal that is not passed on.
     """
     received = []
     others = [number for number in stop_signals if number != signal.SIGUSR1]

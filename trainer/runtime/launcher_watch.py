@@ -38,7 +38,7 @@ def launcher_of(
 
 
 def end_with(launcher: int) -> None:
-    """Kill this process as soon as the process `launcher` has ended, or at once if it has ended already.
+    """Start a thread that kills this process as soon as the process `launcher` has ended, or has ended already.
 
     Args:
         launcher: Process id.

@@ -37,7 +37,7 @@ class Process:
 
     @classmethod
     def from_environment(cls, wanted_device: str = "auto") -> "Process":
-        """Return the process that torchrun's variables describe.
+        """Return the process that torchrun's variables describe: rank 0 of 1 without them.
 
         Args:
             wanted_device: `job.device`.
@@ -50,7 +50,11 @@ class Process:
 
     @property
     def device(self) -> torch.device:
-        """This rank's GPU if one is visible, else the CPU; ConfigError if `job.device` asks for an invisible GPU."""
+        """This rank's GPU if one is visible, else the CPU.
+
+        ConfigError if `job.device` asks for an invisible GPU, or if fewer GPUs are visible than ranks of this machine
+        need.
+        """
         if self.wanted_device == "cpu":
             return torch.device("cpu")
         if not torch.cuda.is_available():
@@ -174,7 +178,7 @@ def is_peer_failure(error: Exception) -> bool:
 
 
 def set_timeout(seconds: float, *, except_group: dist.ProcessGroup | None = None) -> None:
-    """Set the time-out of every process group: the first step is slower than all others.
+    """Set the time-out of every process group of this rank, after the GPU has finished its work. Not a collective.
 
     Args:
         seconds: The time-out.
@@ -211,7 +215,10 @@ def _set_up_flight_recorder(size: int, watchdog_folder: Path | None) -> None:
 
 
 def _dump_flight_record(rank: int, folder: Path | None, device: torch.device) -> str:
-    """Write the last collectives of this rank as a pickled dictionary, and return a line for the log."""
+    """Write the last collectives of this rank as a pickled dictionary, and return a line for the log.
+
+    If this build of PyTorch has no flight recorder, nothing is written, and the line says so.
+    """
     recorders = torch._C._distributed_c10d
     general = getattr(recorders, "_dump_fr_trace", None)
     dump = getattr(recorders, "_dump_nccl_trace", None) if device.type == "cuda" else general

@@ -44,7 +44,9 @@ _POLL_SECONDS = 0.05
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Let signals to the launcher wait inside, for imports: Python ignores what a handler raises in a callback there.
+    """Hold the launcher's signals back inside, and handle them afterwards.
+
+    It is for imports: Python ignores an exception that a handler raises in a callback of an import.
 
     Yields:
         None.
@@ -126,7 +128,7 @@ class RankProcesses:
             self._processes[rank] = begin(program, own)
 
     def look(self) -> None:
-        """Record which ranks have ended since the last call."""
+        """Add the ranks that have ended since the last call to `ends`."""
         for rank in self.running:
             code = self._processes[rank].poll()
             if code is not None:
@@ -147,12 +149,13 @@ class RankProcesses:
     ) -> None:
         """Wait for the end of all ranks.
 
-        When one has failed, ask the others to end, and later kill the ranks that still run.
+        When one has failed, ask the others to end by SIGTERM, and later kill the ranks that still run.
 
         Args:
             grace_of: From the first failure to the seconds that the others have, and whether to show the stacks of
                 killed ranks.
-            end_seconds: Time after the first end with code 0 in which all other ranks must end.
+            end_seconds: Time after the first end with code 0 in which all other ranks must end. Later ranks are killed,
+                and are listed in `overdue`.
         """
         deadline = None
         shows_stacks = False
@@ -191,7 +194,7 @@ class RankProcesses:
         self.kill(show_stacks=False)
 
     def kill(self, *, show_stacks: bool) -> None:
-        """Kill the ranks that still run.
+        """Kill the ranks that still run by SIGKILL, and wait for their ends.
 
         Args:
             show_stacks: First send SIGUSR1, at which a rank prints the stacks of its threads.

@@ -53,7 +53,7 @@ class Reports:
         self._exchange(f"failed ({cause[:_CAUSE_LENGTH]})", patience_seconds=0)
 
     def lost(self, error: Exception) -> str | None:
-        """Report that this rank lost its peers, read their reports, and return one line for the user.
+        """Report that this rank lost its peers, wait some seconds for their reports, and return one line for the user.
 
         Args:
             error: The error of the collective.
@@ -78,7 +78,7 @@ class Reports:
         return f"{'; '.join(causes) or 'a connection was lost'}; rank {own_rank} waited {place}"
 
     def _limit(self, error: Exception) -> str | None:
-        """Return the time-out that has passed; None if the error is no time-out."""
+        """Return the time-out that has passed and its setting, as text; None if the error is no time-out."""
         match = _TIMED_OUT.search(str(error))
         if match is None:
             return None
@@ -94,7 +94,11 @@ class Reports:
         return f"{seconds:,g} s ({origin})"
 
     def _exchange(self, how: str, patience_seconds: float) -> dict[int, str]:
-        """Return rank -> how it ended, of the ranks that reported in time; empty if the store does not answer."""
+        """Report how this rank ended, and wait for the reports of the others.
+
+        Returns rank -> how it ended, of the ranks that reported in time, with this rank; empty if the store does not
+        answer.
+        """
         reports = {}
 
         def talk() -> None:

@@ -114,7 +114,10 @@ class Stop:
         self._entered = False
 
     def votes(self) -> list[float]:
-        """Return this rank's vote for each reason to stop, 0 or 1; their sums over all ranks decide in `reason`."""
+        """Return this rank's votes, 0 or 1: for `max_minutes`, then for each signal of `signals`.
+
+        The sums of the votes over all ranks decide in `reason`.
+        """
         over = (
             self.max_minutes is not None
             and time.monotonic() - self.started > 60 * self.max_minutes

@@ -99,7 +99,7 @@ class TimeLimits:
 
     @contextmanager
     def while_compiling(self) -> Iterator[None]:
-        """Allow the time of the first step inside.
+        """Allow the time of the first step inside. Enter it on all ranks: to set a time-out may be a collective.
 
         Yields:
             None.

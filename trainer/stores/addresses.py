@@ -9,7 +9,7 @@ from trainer.stores.store import STATE_FILE, STEP_NAME, Store, reason_of
 
 
 def store_of(key: str, address: str) -> Store:
-    """Return the folder that a key names by a path or by an address.
+    """Return the folder that a key names by a path or by an address. The folder need not exist.
 
     Args:
         key: The configuration key, for messages.
@@ -50,6 +50,8 @@ def store_of(key: str, address: str) -> Store:
 
 def named_step(key: str, address: str) -> tuple[Store, int | None]:
     """Return the folder around the path that a key names, and the step. None instead of the step if it is not `step-N`.
+
+    Neither needs to exist. It raises as `store_of`.
 
     Args:
         key: The configuration key, for messages.

@@ -43,13 +43,13 @@ class FilePart(io.RawIOBase):
         return self._at
 
     def readinto(self, into: memoryview) -> int:
-        """Read bytes into a buffer.
+        """Read bytes into a buffer. The place of the open file moves, too.
 
         Args:
             into: The buffer.
 
         Returns:
-            Number of bytes that were read.
+            Number of bytes that were read; 0 at the end of the part.
         """
         self._stream.seek(self._start + self._at)
         read = self._stream.readinto(memoryview(into)[: max(self._length - self._at, 0)])

@@ -111,7 +111,7 @@ def saved_configuration(folder: Store, step: int) -> bytes | None:
         step: Number of the step.
 
     Raises:
-        ConfigError: It cannot be read, or is damaged.
+        ConfigError: The step or its configuration cannot be read, or is damaged.
     """
     state = read_state(folder, step)
     if RUN_FILE not in state.files:
@@ -164,8 +164,8 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
         model: The arguments of the model.
 
     Raises:
-        ConfigError: Model, data type, optimizer, seed or number of data streams differ, or the step holds weights
-            alone.
+        ConfigError: Model, data type, optimizer, seed or number of data streams differ, or the run has steps left and
+            the checkpoint holds weights alone.
     """
     path = checkpoint_folder(config).step(state.step)
     elsewhere = "or start from step 0 in another checkpoint.folder"

@@ -29,7 +29,7 @@ _USUAL = (None, False, {}, [], "LORA", "none", "gaussian")
 def check_initial_weights(
     config: JobConfig, model: ModelArgs, opened: ModelFolder | None = None
 ) -> None:
-    """Check that the weights in `checkpoint.initial_load_path` belong to this model, unless a resuming run reads none.
+    """Check that the weights in `checkpoint.initial_load_path` belong to this model, if the run reads any.
 
     Args:
         config: The configuration.

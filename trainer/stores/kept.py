@@ -9,7 +9,9 @@ BEST_FILE = "best.json"
 
 
 def best_saved(folder: Store) -> tuple[int, float] | None:
-    """Return step and validation loss of the best checkpoint. None if there is none.
+    """Return step and validation loss of the best checkpoint. None if its record or the checkpoint does not exist.
+
+    A damaged record counts as missing.
 
     Args:
         folder: The folder of checkpoints.
@@ -46,7 +48,7 @@ def mark_best(folder: Store, step: int, loss: float | None) -> None:
 
 
 def keep_latest(folder: Store, k: int, written: int, *, every: int = 0) -> None:
-    """Remove all checkpoints up to step `written`, except the best and the last k.
+    """Remove all checkpoints up to step `written`, except the best and the last k. A failed removal is only logged.
 
     Later steps belong to a history that this run has left; each is removed when this run reaches it.
 

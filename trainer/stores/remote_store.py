@@ -28,7 +28,10 @@ _OURS = re.compile(r"__([0-9a-f]+_)?\d+_\d+\.distcp|\.metadata(\.tmp)?")
 
 @contextmanager
 def _as_os_errors() -> Iterator[None]:
-    """Enter a context in which every failure is an OSError; the packages of stores have errors of their own."""
+    """Enter a context in which every failure except a ConfigError is an OSError.
+
+    The packages of stores have errors of their own.
+    """
     try:
         yield
     except (OSError, ConfigError):
@@ -129,6 +132,7 @@ class RemoteStore(Store):
 
         Raises:
             ConfigError: An object has the name of a checkpoint, but this program did not write it.
+            OSError: The store cannot be written to.
         """
         self.write(self.path / ".writable", b"")
         self.remove_file(self.path / ".writable")
@@ -201,7 +205,7 @@ class RemoteStore(Store):
         self.remove_file(path / SAVING_FILE, missing_ok=True)
 
     def remove_unfinished(self) -> None:
-        """Remove the objects of interrupted saves and removals."""
+        """Remove the objects of interrupted saves and removals. Of a published step only a left `saving` is removed."""
         names = self.objects()
         for step, _, name in (name.partition("/") for name in names):
             if not (STEP_NAME.fullmatch(step) and name == SAVING_FILE):

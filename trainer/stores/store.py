@@ -79,7 +79,7 @@ class Store:
             stream.write(content)
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, in order."""
+        """Return the steps of the complete checkpoints, in order; [] if the folder is missing."""
         if self.path.is_dir():
             saved = (x.name for x in self.path.iterdir() if (x / STATE_FILE).is_file())
             return steps_of(saved)
@@ -100,7 +100,9 @@ class Store:
 
     @contextmanager
     def open(self, file: Path, mode: str) -> Iterator[IO[bytes]]:
-        """Enter a context with a file. A written file gets its name by a rename at the end.
+        """Enter a context with a file. A written file is synced and gets its name by a rename at the end.
+
+        A write also makes the folder of the file. After an error only FILE.tmp is left.
 
         Args:
             file: The file.

@@ -37,7 +37,7 @@ def document_costs(
     Args:
         flops_per_token: From a sequence length to the model's FLOPs per token: (with full attention, with its own
             mask).
-        longest: Longest document, in tokens.
+        longest: Longest document that the function takes, in tokens.
 
     Returns:
         The function. Attention is counted in whole tiles.
@@ -156,9 +156,8 @@ def _assigned(
 def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarray:
     """Return the target cost of the ranks of each micro-batch, (micro_batches,).
 
-    The targets are equal, except where a document that has a rank of its own takes longer than the equal target.
     Micro-batch i begins with document i * ranks. If this document takes longer than the equal target, its cost is the
-    target of the micro-batch, and the other micro-batches have lower targets.
+    target of the micro-batch, and the other micro-batches have lower targets. All other targets are equal.
 
     Args:
         descending: The costs of all documents, the highest first.
@@ -229,7 +228,7 @@ class BalancedBatches:
     _reported: bool = False
 
     def __call__(self, batches: Iterator[TextBatch]) -> Iterator[Batch]:
-        """Yield the balanced micro-batches of this rank, without end.
+        """Yield the balanced micro-batches of this rank, without end. A collective for each step.
 
         Args:
             batches: The batches of this rank as they are read: `step.micro_batches` for each step.
@@ -245,7 +244,7 @@ class BalancedBatches:
                 yield batch
 
     def _exchanged(self, read: Sequence[list[np.ndarray]]) -> Iterator[list[np.ndarray]]:
-        """Yield the documents of each micro-batch of this rank.
+        """Exchange the documents of a step, and yield the documents of each micro-batch of this rank. A collective.
 
         read: for each micro-batch, the documents that this rank read.
         """
@@ -296,7 +295,10 @@ class BalancedBatches:
     def _all_documents(
         self, own: list[np.ndarray], places: list[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return lengths, places and owners of the documents of all ranks, (n,) each, in the order of ranks."""
+        """Return lengths, places and owners of the documents of all ranks, (n,) each, in the order of ranks.
+
+        A place is the bin in which a document was read. An owner is the rank that read the document. A collective.
+        """
         number = all_reduce(torch.tensor(len(own)), self.group, "max").item()
         table = torch.zeros(number, 2, dtype=torch.int64)  # a length of 0: no document
         table[: len(own)] = torch.tensor(

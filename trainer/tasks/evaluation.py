@@ -148,7 +148,7 @@ class Evaluation:
 def answered(
     part: Decoder, hidden: Tensor, targets: Tensor, most: int, dims: ParallelDims
 ) -> Tensor:
-    """Count the correct tokens of each answer, and add up the losses of its tokens.
+    """Count the correct tokens of each answer, and add up the losses of its tokens. A collective over `tp`.
 
     Args:
         part: The model part that has the output.

@@ -61,14 +61,17 @@ def forward_only(
     batches: Iterable[TextBatch],
     measure: Measure,
 ) -> None:
-    """Run the forward of each batch, then call `measure` on the ranks that have its hidden states.
+    """Run the forward of each batch without gradients, then call `measure` on the ranks that have its hidden states.
+
+    A collective over all ranks, so each rank needs the same number of batches. Afterwards FSDP's gathered weights are
+    freed.
 
     Args:
         task: The task of the job.
         model_parts: The model parts of this rank.
         pipeline: Runs the forwards with pipeline parallelism. None without it.
         batches: The batches of this rank.
-        measure: Gets the hidden states after each forward.
+        measure: Gets the hidden states after each forward: of the batch, or of each chunk of it.
     """
     for part in model_parts:
         # the scales of the training step belong to the weights before the update

@@ -51,6 +51,8 @@ class FurtherTokens(Totals):
     def record(self, positions: Positions) -> dict[str, float]:
         """Return the mean loss of each layer since the last call, such as `mtp_loss_1`. A collective over all ranks.
 
+        A layer without labels is left out.
+
         Args:
             positions: Positions of the data streams; not used.
         """
@@ -77,7 +79,7 @@ def further_targets(
         layers: Number of layers that predict further tokens.
 
     Returns:
-        `next_tokens` and `next_labels`, (B, S, layers) each.
+        `next_tokens` and `next_labels`, (B, S, layers) each: 0 and `IGNORE_INDEX` beyond the end of the document.
     """
     next_tokens = []
     next_labels = []
@@ -100,7 +102,7 @@ def _shifted(x: Tensor, distance: int, fill: int) -> Tensor:
 def first_losses(x: Tensor, factors: tuple[float, ...]) -> Tensor:
     """Return the next token's losses, (B, S). The backward sends the gradient to all 1 + K losses, times their factors.
 
-    If all factors are 1, a gradient that is one expanded number stays one: from this, the loss in chunks knows that
+    If all factors are 1, a gradient that is an expanded scalar stays expanded. By this the loss in chunks sees that
     losses are summed.
 
     Args:

@@ -170,7 +170,9 @@ class LanguageTask:
         return batch["tokens"].numel() - batch.get("padding", 0)
 
     def losses(self, part: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each next token of this rank, (B, S / cp). Its backward also trains further tokens.
+        """Return the loss of each next token of this rank, (B, S / cp).
+
+        With further tokens, their losses are added to the totals of the step, and the backward also trains them.
 
         Args:
             part: The model part that has the output.
@@ -184,9 +186,9 @@ class LanguageTask:
         return self.token_losses(part.output(hidden), targets)
 
     def _losses_of_further(self, part: Decoder, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the next token's losses. Their backward also gives the gradients of further tokens.
+        """Return the next token's losses, (B, S), and add the losses of further tokens to the totals of the step.
 
-        labels: (1 + K, B, S).
+        The backward also gives the gradients of further tokens. labels: (1 + K, B, S).
         """
         factors = self.further.factors
         in_chunks = bool(self.job.loss_chunk_tokens)
@@ -213,7 +215,7 @@ class LanguageTask:
             on_scores: Gets the largest attention scores (QK-clip). None if not needed.
 
         Yields:
-            This rank's part of the batch, on the device.
+            This rank's part of the batch, on the device. If a sequence is cut into chunks, `parts` has each chunk.
         """
         whole = self.whole(batch)
         scores = None if on_scores is None else Scores(on_scores, _padding(batch))
@@ -249,7 +251,7 @@ class LanguageTask:
     def _chunks(
         self, whole: RankBatch, plan: BatchPlan | None, scores: Scores | None
     ) -> Iterator[RankInputs]:
-        """Yield the chunks of the sequences, each with its plan.
+        """Enter a context with this rank's part of the batch; its `chunks` are the sequences' chunks with their plans.
 
         A validation sequence may have fewer tokens than chunks.
         """

@@ -96,7 +96,7 @@ class SourceLosses(Totals):
         self._seq_len = seq_len
 
     def losses(self, batch: TextBatch, losses: Tensor) -> None:
-        """Add a micro-batch.
+        """Add the losses and labels of a micro-batch to the totals of the step.
 
         Args:
             batch: Its `sources` are the index of the source of each sequence, (B,), or of each token of this rank,

@@ -57,7 +57,8 @@ class PreferenceTask(LanguageTask):
     def use_model(self, loop: Any) -> None:
         """Set up the reference model.
 
-        It is the loop's own model without its adapters, or a frozen copy of the initial weights.
+        It is the loop's own model without its adapters, or a frozen copy of the initial weights. To build and load the
+        copy is a collective over all ranks.
 
         Args:
             loop: The `Trainer`.
@@ -131,7 +132,9 @@ class PreferenceTask(LanguageTask):
         return losses
 
     def losses(self, part: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return this rank's share of the loss of each sequence, (B, 1), float64.
+        """Return this rank's share of the loss of each sequence, (B, 1), float64. A collective over `cp`.
+
+        With gradients, the rewards of the pairs are added to the totals of the step.
 
         Args:
             part: The model part that has the output.
@@ -194,8 +197,8 @@ def pair_losses(sums: Tensor, dpo: DPO) -> tuple[Tensor, Tensor, Tensor]:
         dpo: The configuration of DPO.
 
     Returns:
-        The loss of each pair, (B, pairs); its rewards, (B, pairs, 2), without gradient; whether it exists, (B,
-        pairs).
+        The loss of each pair, (B, pairs); its rewards, (B, pairs, 2), without gradient; 1 if it exists, else 0, (B,
+        pairs). The loss of a pair that does not exist means nothing.
     """
     changes, tokens = sums.unbind(-1)
     exists = (tokens.detach() > 0).all(-1).to(changes.dtype)
@@ -224,7 +227,7 @@ class Rewards(Observer):
         self._step_sums = self._sums
 
     def add(self, rewards: Tensor, exists: Tensor) -> None:
-        """Add the pairs of a forward.
+        """Add the pairs of a forward to the sums of the step.
 
         Args:
             rewards: (B, pairs, 2), times the share that this rank counts.

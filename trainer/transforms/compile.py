@@ -38,7 +38,7 @@ def apply_compile(
     """Compile the forward of each block as one graph, in place; modules and names stay the same.
 
     Call it after tensor parallelism and activation checkpointing, which become part of the graph, and before
-    `fully_shard`, whose all-gathers stay outside.
+    `fully_shard`, whose all-gathers stay outside. Nothing happens without `options.model`.
 
     Args:
         layers: Blocks by number, so that a pipeline's stages recompute the same layers as the whole model.
@@ -224,7 +224,7 @@ class Recompilations:
         self._graphs = compiled_graphs() if self._enabled else 0
 
     def step(self, step: int) -> None:
-        """Warn if the step compiled a graph; call it after each step.
+        """Warn if a step after the first two compiled a graph; call it after each step.
 
         Args:
             step: Number of the step.

@@ -24,6 +24,8 @@ _CAPABILITY = (8, 9)
 def apply_float8(model: nn.Module, config: Float8, *, sharded: bool = True) -> None:
     """Let the linear modules of `model` multiply in float8, in place; parameters keep their names.
 
+    Nothing happens without `config.enable`.
+
     Args:
         model: On meta, whole or a stage, before tensor parallelism.
         config: Table `[float8]`. Modules whose name contains an entry of `filter_fqns` are left out.
@@ -67,7 +69,8 @@ def precompute_scales(model: nn.Module, config: JobConfig) -> None:
 def without_float8_cast(tensor: Tensor) -> Tensor:
     """Return a weight without the wrapper for float8 all-gathers, in the same memory.
 
-    Checkpoints use it: a file of the wrapped weight could be read only with torchao installed.
+    A tensor without the wrapper is returned as it is. Checkpoints use it: a file of the wrapped weight could be read
+    only with torchao installed.
 
     Args:
         tensor: A tensor of any shape.

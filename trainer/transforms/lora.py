@@ -72,7 +72,7 @@ def apply_lora(
     """Freeze a model on meta, or a stage of it, except `settings.whole`, and add adapters to the chosen modules.
 
     Call it after tensor parallelism, before expert parallelism, and before a layer's forward is replaced. With dropout
-    the linear modules of layers take `token_numbers`, (B, S), see `Dropout`.
+    the linear modules of layers take `token_numbers`, (B, S), see `Dropout`. If `settings.rank` is 0, nothing happens.
 
     Args:
         model: The model or stage, changed in place.
@@ -211,7 +211,7 @@ def _adapted(
     x: Tensor,
     token_numbers: Tensor | None = None,
 ) -> Tensor:
-    """Return the output with the adapter.
+    """Return the output with the adapter, or without it inside `without_adapters`. No token_numbers: no dropout.
 
     linear: the forward without the adapter. over_inputs: each rank has a part of the inputs; the result is a partial
     sum over ranks, like W x.

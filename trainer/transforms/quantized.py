@@ -51,6 +51,8 @@ def check_quantization_package(settings: LoRA) -> None:
 def quantize_linear(module: nn.Linear, dtype: torch.dtype) -> None:
     """Replace the weight of a module on meta by its packed form, which is empty and frozen, and set its forward.
 
+    The module also gets an `init_parameter` that fills the packed weight with zeros.
+
     Args:
         module: The module, after tensor parallelism. A rank's inputs are a multiple of 64.
         dtype: The dtype in which FSDP gathers parameters.
@@ -169,7 +171,7 @@ def _set_to_zero(name: str, parameter: Tensor, generator: torch.Generator) -> No
 
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """Return the product with the frozen weight, in the layout of a plain linear module."""
+    """Return x, (..., inputs), times the frozen weight, plus the bias, in the layout of a plain linear module."""
     weight = module.weight
     if not isinstance(weight, DTensor):
         product = _Product.apply(x, weight)
