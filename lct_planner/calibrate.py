@@ -1,7 +1,7 @@
 """Measures a record of this machine's CPU: a few short runs of a job explain its times by quantities. Torch-free.
 
-Each run is `lct train` on one rank. Its step time is a sum of (quantity of the traced step) x (seconds per unit). Least
-squares of relative errors find non-negative seconds.
+Each run is `lct train` on one rank. Its step time is a sum of (quantity of the traced step) x (seconds per unit). The
+seconds are the non-negative ones with the least squares of relative errors, found by scipy (Lawson and Hanson, 1974).
 """
 
 import json
@@ -33,8 +33,12 @@ def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
         memory: Memory of this machine in bytes.
 
     Raises:
-        ConfigError: A run failed.
+        ConfigError: scipy is missing, a run failed, or the runs do not show how long matrix products take.
     """
+    try:
+        from scipy.optimize import nnls
+    except ModuleNotFoundError:
+        raise ConfigError("--calibrate needs scipy: pip install scipy") from None
     length = parse_command_line(list(arguments)).config.training.seq_len
     full = "--activation_checkpoint.mode=full"
     one = "--training.global_batch_size=-1"
@@ -52,13 +56,19 @@ def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
             (profile,) = worker.ask(job, 1, None, whole=True)["profiles"].values()
             rows.append(quantities(Profile(**profile)))
             seconds.append(step_seconds(job))
+    amounts = np.array(rows) / np.array(seconds)[:, None]
     costs = np.zeros(len(QUANTITIES))
     # which the length changes as it changes products: it is measured apart
     costs[-1] = 1 / bandwidth()
-    memory_seconds = np.array(rows) @ costs
-    costs[:-1] = non_negative(np.array(rows)[:, :-1], np.array(seconds), memory_seconds)
+    costs[:-1], _ = nnls(amounts[:, :-1], 1 - amounts[:, -1] * costs[-1])
+    if not costs[0]:
+        raise ConfigError(
+            f"--calibrate: the times of runs at {length // 2} to {4 * length} tokens "
+            "do not depend on their matrix products; use a larger model or --training.seq_len, "
+            "on a machine without other work"
+        )
     path.write_text(record(memory, dict(zip(QUANTITIES, costs, strict=True))), encoding="utf-8")
-    errors = np.abs(np.array(rows) @ costs / seconds - 1)
+    errors = np.abs(amounts @ costs - 1)
     return f"{path}: {len(runs)} runs, explained to {median(errors):.1%} (median), {errors.max():.1%} (largest)"
 
 
@@ -125,29 +135,6 @@ def bandwidth() -> float:
         np.copyto(target, source)
         times.append(time.perf_counter() - started)
     return 2 * source.nbytes / median(times)
-
-
-def non_negative(rows: np.ndarray, seconds: np.ndarray, offset: np.ndarray) -> np.ndarray:
-    """Return the non-negative x for which `rows @ x + offset` is closest to `seconds`, by relative errors.
-
-    The most negative quantity is left out, and gets 0, until no other is negative.
-
-    Args:
-        rows: Quantities of each run, (runs, quantities).
-        seconds: Time of each run, (runs,).
-        offset: Known part of each time, (runs,).
-    """
-    scaled = rows / seconds[:, None]
-    wanted = 1 - offset / seconds
-    kept = [i for i in range(rows.shape[1]) if scaled[:, i].any()]
-    costs = np.zeros(rows.shape[1])
-    while kept:
-        solution, *_ = np.linalg.lstsq(scaled[:, kept], wanted, rcond=None)
-        if (solution >= 0).all():
-            costs[kept] = solution
-            break
-        kept.remove(kept[int(np.argmin(solution))])
-    return costs
 
 
 def record(memory: int, costs: dict[str, float]) -> str:

@@ -6,14 +6,17 @@ if they take longer. Exchanges of heads, of tensor and of expert parallelism alw
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import get_origin, get_type_hints
 
 from lct_planner.profile import Profile
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.toml import load_toml
 
 RECORDS = Path(__file__).with_name("gpus.toml")
+_FORMS = {float: (int, float), tuple: list, Mapping: dict}
+"""Types of values in TOML, where they are not the types of `Device`."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,18 @@ def device(name: str) -> Device:
             f"--gpu {name!r} is none of {', '.join(known)}, nor a .toml file with a record{did_you_mean(name, known)}"
         )
     entries = records[key]
-    names = {f.name for f in fields(Device)}
-    if wrong := sorted(entries.keys() - names):
-        raise ConfigError(
-            f"--gpu {name}: {wrong[0]!r} is no key of a record; its keys are {', '.join(sorted(names))}"
-        )
+    kinds = get_type_hints(Device)
+    for entry, value in entries.items():
+        if entry not in kinds:
+            raise ConfigError(
+                f"--gpu {name}: {entry!r} is no key of a record; its keys are {', '.join(sorted(kinds))}"
+            )
+        kind = get_origin(kinds[entry]) or kinds[entry]
+        if not isinstance(value, _FORMS.get(kind, kind)):
+            raise ConfigError(
+                f"--gpu {name}: {entry} = {value!r} has the wrong type; "
+                "lct_planner/gpus.toml shows a whole record"
+            )
     try:
         return Device(**entries | {"capability": tuple(entries.get("capability", (0, 0)))})
     except TypeError as error:

@@ -428,8 +428,8 @@ SETTINGS = (
     Mutant(
         "any word is near any key",
         "trainer/config/errors.py",
-        "_SIMILAR = 0.79",
-        "_SIMILAR = 0.0",
+        "_SIMILAR, _SIMILAR_SHORT = 0.79, 0.66",
+        "_SIMILAR, _SIMILAR_SHORT = 0.0, 0.0",
         "tests/unit/test_config_unknown.py",
     ),
     Mutant(

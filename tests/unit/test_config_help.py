@@ -80,7 +80,7 @@ def test_one_table_or_one_key(capsys: pytest.CaptureFixture, option: str):
         ("nonsense", "the tables are job, profiling, metrics"),
         ("paralelism", "did you mean 'parallelism'?"),
         ("training.seqlen", "did you mean 'training.seq_len'?"),
-        ("dumpfolder", "did you mean 'dump_folder'?"),
+        ("dumpfolder", "did you mean 'job.dump_folder'?"),
         ("learning_rate", "use optimizer.lr"),
     ],
 )

@@ -152,12 +152,13 @@ def test_tables_of_other_programs_in_a_file(tmp_path: Path):
 
 
 def test_near_is_few_letters_or_the_beginning_or_words():
-    names = ["flavor", "tokenizer_path", "rope_theta", "lr"]
+    names = ["flavor", "tokenizer_path", "rope_theta", "lr", "flag"]
     for word, name in {
         "flavr": "flavor",  # missing
         "flavour": "flavor",  # added
         "flavir": "flavor",  # replaced
         "falvor": "flavor",  # swapped
+        "flat": "flag",  # replaced in a short word
         "Tokenizer-Path": "tokenizer_path",
         "tokenizer": "tokenizer_path",
         "rope": "rope_theta",

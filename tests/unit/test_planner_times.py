@@ -122,6 +122,16 @@ def test_records_are_whole_and_wrong_ones_are_one_sentence(tmp_path: Path) -> No
         device("h10")
     path = tmp_path / "mine.toml"
     path.write_text('[mine]\nname = "x"\nflops = 1e12\nfloops = 1\n')
+    for line, words in {
+        "capability = 9": "capability = 9 has the wrong type",
+        "flops = 'fast'": "flops = 'fast' has the wrong type",
+        "efficiency = 0.5": "efficiency = 0.5 has the wrong type",
+        "node = 8.0": "node = 8.0 has the wrong type",
+    }.items():
+        own = tmp_path / "own.toml"
+        own.write_text(f"[own]\n{line}\n")
+        with pytest.raises(ConfigError, match=f"{words}; lct_planner/gpus.toml shows a whole record"):
+            device(str(own))
     with pytest.raises(ConfigError, match="'floops' is no key of a record"):
         device(str(path))
     path.write_text('[mine]\nname = "x"\nflops = 1e12\n')

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 
-_SIMILAR = 0.79
-"""The least similarity of a near name, a `ratio` of difflib: below it are words with another letter in four."""
+_SIMILAR, _SIMILAR_SHORT = 0.79, 0.66
+"""The least similarity, a `ratio` of difflib, of a near name: one wrong letter in five; for short words, in three."""
 
 
 class ConfigError(ValueError):
@@ -110,7 +110,8 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     plain = _plain(word)
     originals = {_plain(name): name for name in names}
     others = [other for other in originals if not _another_number(plain, other)]
-    for other in get_close_matches(plain, others, 1, _SIMILAR):
+    similar = _SIMILAR_SHORT if len(plain) in (3, 4) else _SIMILAR
+    for other in get_close_matches(plain, others, 1, similar):
         return originals[other]
     parts = set(re.split(r"[-_. ]", word.lower()))
     fitting = [

@@ -232,8 +232,8 @@ def _typed_value(
     """
     if name == "job.config_file":
         raise ConfigError(
-            f"{name} = {shown(value)} ({where}) is for the command line only; a file inherits another one "
-            f'with base = "other.toml" at its top'
+            f"{name} = {shown(value)} ({where}) is for the command line only; "
+            f'a file inherits another one with base = "other.toml" at its top'
         )
     key = accepted_keys(schema).get(name)
     if key is None:

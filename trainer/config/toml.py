@@ -48,21 +48,17 @@ def missing_file_hint(path: Path) -> str:
     return f"give a .toml file, or one that comes with the program: {', '.join(presets)}"
 
 
-def load_toml(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
+def load_toml(path: Path, asked: str = "") -> dict[str, Any]:
     """Return the content of one TOML file. A key `base` stays in it.
 
     Args:
         path: The file.
-        chain: The files that led here by their key `base`, for messages; empty if none did.
+        asked: The setting that names the file, for messages; empty for the path alone.
 
     Raises:
         ConfigError: The file is missing, cannot be read, or is not TOML.
     """
-    asked = (
-        f"base = {str(path)!r} (in {chain[-1]})"
-        if chain
-        else f"job.config_file = {str(path)!r}"
-    )
+    asked = asked or str(path)
     text = ""
     try:
         # some editors begin a file with a byte-order mark
@@ -104,7 +100,8 @@ def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             raise ConfigError(
                 f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base"
             )
-        content = load_toml(path, chain)
+        source = f"base = {str(path)!r} (in {chain[-1]})" if chain else ""
+        content = load_toml(path, source or f"job.config_file = {str(path)!r}")
         base = content.pop("base", None)
         if base is not None and not isinstance(base, str):
             raise ConfigError(

@@ -138,8 +138,8 @@ _GEMMA4_EXPERTS = {
 
 def _read_gemma4(config: Entries) -> Fields:
     """Read the kinds of layers and their fields. The last layer always sees all earlier tokens, as in transformers."""
-    kinds = read_layer_types(config, (FULL, SLIDING), full_every(config, SLIDING, 6))
-    kinds[-1] = FULL
+    *kinds, _ = read_layer_types(config, (FULL, SLIDING), full_every(config, SLIDING, 6))
+    kinds.append(FULL)
     fields = read_windows(replace(config, content={**config.content, "layer_types": kinds}), ())
     local = config.table("rope_parameters").table(SLIDING)
     local.only("rope_type", "default")
