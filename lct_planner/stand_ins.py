@@ -202,9 +202,9 @@ class _Attention(torch.autograd.Function):
 def attention_of_one_rank(
     q, k, v, attn_mask=None, real=F.scaled_dot_product_attention, **options
 ) -> Tensor:
-    """Stand in for F.scaled_dot_product_attention: a CPU build dispatches it to no CUDA kernel.
+    """Stand in for F.scaled_dot_product_attention, which reaches no CUDA kernel in a CPU build of PyTorch.
 
-    With a mask, or if attention is not causal, the real function runs.
+    Causal attention without a mask runs cuDNN's operators, as on a Hopper GPU. Other attention runs the real function.
 
     Args:
         q: (B, H, S, D).

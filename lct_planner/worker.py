@@ -204,10 +204,13 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
-    """Return a job whose step takes the same memory with few micro-batches, and which reads and saves nothing.
+    """Return a copy of a job whose step takes the same memory, with few micro-batches.
 
-    In a pipeline at most twice its ranks are alive, except with schedules that run all forwards first. folder: the
-    dump folder of the job. ConfigError if the job needs bitsandbytes, which is not installed.
+    The copy has no checkpoints, validation, profiling and metrics sinks. Its data settings stay, because the traced
+    trainer makes its own batches. A compiled job has the backend `aot_eager` and no compiled loss. Its layers stay
+    compiled only if the compiler decides which tensors are kept. In a pipeline, at most 2 x ranks micro-batches are
+    alive, except with schedules that run all forwards first. folder: the dump folder of the copy. ConfigError if the
+    job needs bitsandbytes, which is not installed.
     """
     from trainer.transforms.quantized import check_quantization_package  # it imports torch
 

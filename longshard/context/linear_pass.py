@@ -222,8 +222,9 @@ class ChunkedPass:
     def forward(self, ends: KnownStates) -> tuple[Tensor, Tensor, Tensor]:
         """Return the outputs, (B, S, H, V), the states before fragments, and the state after the last fragment.
 
-        The states before fragments are (B, F, H, K, V), as `begin_backward` takes them. Without a chunk, the last state
-        is the state of zeros.
+        `ends` gets the state after each fragment, and may exchange states with other ranks. With deterministic
+        algorithms it is a collective: then the outputs go back to the ranks of the rows. The states before fragments
+        are (B, F, H, K, V), as `begin_backward` takes them. Without a chunk, the last state is the state of zeros.
 
         Args:
             ends: The states before fragments.

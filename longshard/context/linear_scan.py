@@ -94,9 +94,10 @@ class InOrder(KnownStates):
         self._group = own_group(axis.group, "states", zero.device.type)
 
     def before(self, fragment: int) -> Tensor:
-        """Return the state before a fragment, (B, H, K, V); receive it if another rank has it.
+        """Return the state before a fragment, (B, H, K, V): the last state that `after` got, or one of another rank.
 
-        Before the first fragment in this direction, it is zeros.
+        A state of another rank is received, which waits for it. Before the first fragment in this direction, the state
+        is zeros. Call `before` and `after` in turn, for one fragment after the other in this direction.
 
         Args:
             fragment: The number of the fragment on this rank.

@@ -191,7 +191,13 @@ def _cut_rows(
     mesh: DeviceMesh,
     check_consistency: bool,
 ) -> tuple[list[tuple[Tensor, int]], AxisLayout, int]:
-    """Return the checked buffers and dimensions, the layout (`load_balancer`, or by the options), and this rank."""
+    """Return the buffers with their dimensions, the layout, and this rank; check them, and cut nothing.
+
+    The layout is `load_balancer`, or the options choose it. With `check_consistency` it is a collective.
+
+    Raises:
+        ContextParallelError: The buffers or the layout do not fit, ranks differ, or a context is open over the mesh.
+    """
     mesh, _ = flat_mesh(mesh, options)
     if check_consistency:  # before checks that might fail on one rank only
         _check_ranks_agree(mesh, (options, mask, load_balancer, *dims), buffers)

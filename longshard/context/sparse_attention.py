@@ -96,7 +96,7 @@ def sparse_attention(
 def operator(
     inputs: Sequence[Tensor], plan: Tensor | None, settings: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `sparse_attention`.
+    """Compute `sparse_attention`. Return the fields of its `SparseResult`, in order.
 
     Args:
         inputs: q, latents and `up`, as in `sparse_attention`, (B, H, S, N + P), (B, S, R + P) and (H, N + V, R); and
@@ -258,7 +258,11 @@ class _Call:
             yield part, seen, attend(q, seen, self._latent_dim, self.up, self.how.scale)
 
     def _collected(self, own: Tensor) -> Tensor:
-        """Return all rows in the order of the sequence, (B, T, C); for a chunk, the rows up to its end."""
+        """Return all rows in the order of the sequence, (B, T, C). They come from all ranks in one exchange.
+
+        For a chunk nothing is exchanged: return the rows up to the end of the chunk, and hold its own rows for later
+        chunks, until `returned` releases them.
+        """
         if self.live is None:
             return own
         if self.live.chunk is None:

@@ -107,7 +107,7 @@ def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
-    """Return the global ranks over which wrappers average the gradient of each parameter; others are left out.
+    """Return the global ranks over which FSDP2 or DDP averages the gradient of each parameter that they wrap.
 
     Raises:
         ValueError: A wrapper is FSDP1, or FSDP divides by a factor of the user.

@@ -90,6 +90,7 @@ def _padded(
 ) -> tuple[AxisLayout, Wanted]:
     """Return the layout of the padded axis, and the rows of the unpadded axis that each rank wants.
 
+    They are in the order of the rank's padded rows. With "constant", new rows have numbers outside the unpadded axis.
     before: number of new rows before the axis. total: length of the padded axis. mode: as in F.pad.
     """
     plan = plan_outputs(

@@ -151,7 +151,10 @@ def _transformers_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend by transformers' interface: query (B, H, S, D), unrepeated key and value, sinks -> (B, S, H, D)."""
+    """Return the attention, (B, S, H, D), and None for the weights, as transformers' attention functions do.
+
+    query: (B, H, S, D); key, value: unrepeated; s_aux: sinks.
+    """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     window = others.get("sliding_window") or 0
     hides_from = 0

@@ -211,7 +211,7 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
 def _draw_loads(loads: Sequence[Axes], case: Case, *, few: bool) -> None:
     """Draw a bar for each rank: all of its pairs, and the bytes that it sends.
 
-    loads: axes of the pairs, and of the bytes. few: whether each bar gets its number.
+    loads: axes of the pairs, and of the bytes. few: whether each bar has its value written on it.
     """
     degree = case.degree
     mean = float(case.pairs.mean()) or 1

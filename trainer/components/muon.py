@@ -187,8 +187,9 @@ class Muon(torch.optim.Optimizer):
         first_row: int,
         bits_above: int,
     ) -> None:
-        """Store `value` in `stored`, rows of a shard from `first_row` on, with rounding.
+        """Round `value` into `stored`, in place. If they are the same tensor, nothing happens.
 
+        stored: rows of a shard. first_row: the number of their first row in the shard, which chooses the random bits.
         bits_above: number of low random bits of each element to skip, because the rounding of another tensor uses them.
         """
         if value is not stored:

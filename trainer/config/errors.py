@@ -101,7 +101,8 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
     A name is near if difflib finds it similar, as when a few letters are wrong, missing, added or swapped; if the word
     begins the name, with four letters or more; or if the word has two or more parts, and the name has them all. Case,
-    hyphens and underscores do not count.
+    hyphens, underscores, dots and spaces do not count. If only the value of a digit differs, as in llama4 and llama3,
+    the name is not near.
 
     Args:
         word: The word of the user.

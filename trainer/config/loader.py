@@ -225,7 +225,9 @@ def _typed(content: dict[str, Any], where: str, schema: type, problems: Problems
 def _typed_value(
     name: str, value: object, where: str, schema: type
 ) -> tuple[object, tuple[str, ...]]:
-    """Return the value of one key, with today's name and in its type, None for the default; and notes.
+    """Return the value of one key in the type of the key, None for the default; and notes.
+
+    A value in an older spelling becomes today's spelling, with a note. The key itself is not renamed.
 
     Raises:
         ConfigError: The key is unknown or for the command line only, or the value has a wrong type.

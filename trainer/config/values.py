@@ -139,7 +139,10 @@ def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | No
 
 
 def _table(value: object, kind: type) -> object | None:
-    """Return a table as an instance of a dataclass, None if it is not one. The dataclass may raise ConfigError."""
+    """Return the instance of the dataclass `kind` that a table describes. The dataclass may raise ConfigError.
+
+    None if `value` is no table, has an unknown key or a value of a wrong type, or lacks a key that has no default.
+    """
     kinds = {field.name: get_type_hints(kind)[field.name] for field in fields(kind)}
     if not isinstance(value, dict) or not value.keys() <= kinds.keys():
         return None

@@ -93,7 +93,7 @@ class HFModel:
     """Whether the model has layers for further tokens, which need not have a name there."""
 
     def in_folder(self, names: Collection[str]) -> "HFModel":
-        """Return the model with the names and the forms that a folder has for its tensors. Missing tensors are ignored.
+        """Return a copy with the names and forms that a folder has. A tensor that the folder lacks keeps its usual ones.
 
         Args:
             names: Names of the tensors of the folder.

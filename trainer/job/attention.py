@@ -168,7 +168,9 @@ def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:
 
 
 def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:
-    """Check that scaling queries and keys changes the logits of attention, and that nothing else bounds them.
+    """Check that `optimizer.qk_clip`, if it is set, has an effect on the model.
+
+    The model must have no norm of queries and keys and no soft-cap, and attention of this program's families.
 
     Args:
         config: The configuration of the run.

@@ -118,9 +118,9 @@ def _modules_of(job: ResolvedJob, pp_rank: int) -> tuple[str, ...]:
 
 
 def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
-    """Return the number of parameters of each matrix that Muon updates, by name.
+    """Return the number of parameters of each weight that Muon updates, by name. Stacked experts are one weight.
 
-    The matrices are the same that `models/matrices.py` finds in a decoder.
+    The weights are the same that `models/matrices.py` finds in a decoder.
 
     Args:
         model: The arguments of the model.

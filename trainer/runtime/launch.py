@@ -277,9 +277,10 @@ class Watchdog:
 
 
 def _failed(ends: Sequence[RankEnd], received: Sequence[int], watchdog: Watchdog) -> int:
-    """Name the rank that failed, or the signal that ended the ranks, in one line on stderr; return the exit code.
+    """Say in one line on stderr why the ranks failed; return the exit code of the launcher.
 
-    If the code is 2, no line is printed, because the rank has named the wrong setting.
+    The line names the rank that failed, the signal that ended the ranks, or the node with the cause. If the code is 2,
+    no line is printed, because the rank has named the wrong setting.
     """
     (rank, code), hung = _cause(
         ends, lambda end: end.code == LOST_PEERS or watchdog.ended(*end)

@@ -172,7 +172,8 @@ class LanguageTask:
     def losses(self, part: Decoder, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of each next token of this rank, (B, S / cp).
 
-        With further tokens, their losses are added to the totals of the step, and the backward also trains them.
+        With further tokens, their losses are added to the totals of the step. The backward of the result also gives the
+        gradients of these losses, times their weight.
 
         Args:
             part: The model part that has the output.

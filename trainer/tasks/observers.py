@@ -110,14 +110,14 @@ class SourceLosses(Totals):
         self._step_totals.index_add_(1, sources.flatten(), sums)
 
     def record(self, positions: Positions) -> dict[str, float]:
-        """Return the metrics since the last call. A collective over all ranks.
+        """Return the losses since the last call, and the tokens and epochs so far. A collective over all ranks.
 
         Args:
             positions: Positions of the data streams of this rank.
 
         Returns:
-            "loss/name": mean over labels, absent without labels; "tokens/name" and "epoch/name": of the whole job so
-            far.
+            "loss/name": mean over labels since the last call, absent without labels; "tokens/name" and "epoch/name":
+            of the whole job so far.
         """
         dims = self._dims
         n = next(iter(positions.values()))["data_streams"]

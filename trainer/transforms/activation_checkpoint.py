@@ -61,15 +61,16 @@ def apply_activation_checkpoint(
     config: ActivationCheckpoint,
     apart: Collection[nn.Module] = (),
 ) -> None:
-    """Checkpoint all layers or every n-th layer, whole or by operator, as `config` says; in place.
+    """Checkpoint layers in place, as `config` says: whole, by operator, or within the compiler's memory budget.
 
     Call it after tensor parallelism, and before `torch.compile` and `fully_shard`.
 
     Args:
         layers: Blocks by number, so that a pipeline's stages checkpoint the same layers as the whole model.
         config: Table `[activation_checkpoint]`.
-        apart: Layers that are not compiled as a whole, but some of their methods are. By operator, their attention
-            keeps operators, and their experts are recomputed from their input: a graph hides its operators.
+        apart: Layers of which only some methods are compiled. By operator, attention and experts of such a layer are
+            checkpointed separately. Attention keeps the results of operators. Experts are recomputed from their input,
+            because nothing can choose among the operators in a compiled graph.
     """
     forward = _forward_keeping_inputs
     if config.mode == "memory_budget":

@@ -73,7 +73,7 @@ def _forward_without_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _keeping_inputs(forward: F) -> F:
-    """Return a compiled forward whose graphs keep only their inputs for the backward."""
+    """Wrap a compiled forward: the graphs of its first call keep only their inputs, and compute the rest again."""
 
     @wraps(forward)
     def budgeted(*args: Any, **kwargs: Any) -> Any:

@@ -92,12 +92,13 @@ def without_float8_cast(tensor: Tensor) -> Tensor:
 def check_float8_machine(
     settings: Float8, device: torch.device, *, norms_have_parameters: bool = True
 ) -> None:
-    """Check that this machine can train in float8, before anything is built.
+    """Check that this machine can train in float8, before anything is built. Without `float8.enable`, check nothing.
 
     Args:
         settings: Table `[float8]`.
         device: The device of this rank.
-        norms_have_parameters: Whether the model's norms have parameters.
+        norms_have_parameters: Whether the model's norms have parameters. Without them FSDP gathers float8 weights
+            alone, which a CPU cannot do.
 
     Raises:
         ConfigError: torchao is not installed, or the device cannot multiply or gather in float8.

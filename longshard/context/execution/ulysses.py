@@ -148,7 +148,10 @@ class HeadExchange:
         return unfold_batch(out, qkv[0]), unfold_batch(lse, qkv[0]), *(x.view(-1) for x in kept)
 
     def _check_keep(self, terms: Terms) -> None:
-        """Refuse to keep latents, or keys with another layout than the queries."""
+        """Check that the exchanged rows can be kept for the backward. The caller asks only if it wants to keep them.
+
+        ContextParallelError if keys and values come from latents, or have another layout than the queries.
+        """
         if terms.up is not None:
             raise ContextParallelError(
                 "keep_exchanged keeps keys and values, and latent attention sends latents; use keep_exchanged = False"

@@ -183,7 +183,7 @@ def noted(folder: Path) -> dict[str, Any]:
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> None:
-    """Write the plan into the folder, unless the folder has the same plan.
+    """Write the plan into the folder, as an unfinished folder has it. A folder with the same plan stays as it is.
 
     If the folder has another plan or token ids of another program, a ConfigError is raised.
     """

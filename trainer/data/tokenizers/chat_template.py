@@ -104,7 +104,7 @@ class ChatTemplate:
             ) from None
 
     def prompt(self, conversation: Conversation) -> str:
-        """Return the text that asks a model for the next answer: the text of `render` up to this answer.
+        """Return the text of all messages and the generation prompt, which asks a model for the next answer.
 
         Args:
             conversation: A conversation with `messages`. If its entry `asks` is false, the text has no generation
