@@ -206,11 +206,10 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
 def _traceable(job: ResolvedJob, folder: str) -> ResolvedJob:
     """Return a copy of a job whose step takes the same memory, with few micro-batches.
 
-    The copy has no checkpoints, validation, profiling and metrics sinks. Its data settings stay, because the traced
-    trainer makes its own batches. A compiled job has the backend `aot_eager` and no compiled loss. Its layers stay
-    compiled only if the compiler decides which tensors are kept. In a pipeline, at most 2 x ranks micro-batches are
-    alive, except with schedules that run all forwards first. folder: the dump folder of the copy. ConfigError if the
-    job needs bitsandbytes, which is not installed.
+    The copy has no checkpoints, validation, profiling and metrics sinks. Data settings stay: the traced trainer makes
+    its own batches. A compiled job gets the backend `aot_eager` and no compiled loss; layers stay compiled only if the
+    compiler decides which tensors are kept. In a pipeline at most 2 x ranks micro-batches are alive, except if all
+    forwards run first. folder: the copy's dump folder. ConfigError if the job needs bitsandbytes and lacks it.
     """
     from trainer.transforms.quantized import check_quantization_package  # it imports torch
 

@@ -93,7 +93,7 @@ class HFModel:
     """Whether the model has layers for further tokens, which need not have a name there."""
 
     def in_folder(self, names: Collection[str]) -> "HFModel":
-        """Return a copy with the names and forms that a folder has. A tensor that the folder lacks keeps its usual ones.
+        """Return a copy with the names and forms that a folder has. Tensors that the folder lacks keep theirs.
 
         Args:
             names: Names of the tensors of the folder.

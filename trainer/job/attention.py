@@ -168,9 +168,7 @@ def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:
 
 
 def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:
-    """Check that `optimizer.qk_clip`, if it is set, has an effect on the model.
-
-    The model must have no norm of queries and keys and no soft-cap, and attention of this program's families.
+    """Check that `optimizer.qk_clip`, if set, has an effect: on this program's attention, without norms and soft-cap.
 
     Args:
         config: The configuration of the run.

@@ -373,9 +373,7 @@ def _box(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> Box:
-    """Return the part of a parameter on one rank: ranges of rows, and one range of columns; they may be empty.
-
-    All dimensions except the last are rows. FSDP's strided placement cuts last.
+    """Return the part of a parameter on one rank; its ranges may be empty. FSDP's strided placement cuts last.
 
     coordinate: place of the rank in each dimension of the mesh.
     """

@@ -213,9 +213,10 @@ class Answers:
         """Return the text of messages, and where the contents of the messages `numbers` start and stop in the text.
 
         The places are found by marks, which the returned text does not have. White space at the ends of a content is
-        outside its places. A place has the key (`_FIRST` or `_LAST`, number of the message). An empty content has no places, and a mark
-        that the template drops has none. Templates that depend on contents may write another text than without marks.
-        The text is empty if the template refuses the messages. With `prompts` the generation prompt ends the text.
+        outside its places. A place has the key (`_FIRST` or `_LAST`, number of the message). An empty content has no
+        places, and a mark that the template drops has none. Templates that depend on contents may write another text
+        than without marks. The text is empty if the template refuses the messages. With `prompts` the generation prompt
+        ends the text.
         """
         changed = list(messages)
         for i in numbers:
