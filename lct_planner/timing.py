@@ -80,7 +80,7 @@ def device(name: str) -> Device:
     if not isinstance(records.get(key), dict):
         known = load_toml(RECORDS)
         raise ConfigError(
-            f"--gpu {name!r} is none of {', '.join(known)}, nor a .toml file with a record{did_you_mean(name, known)}"
+            f"--gpu {name!r} is no known GPU, nor a .toml file with a record{did_you_mean(name, known)}"
         )
     entries = records[key]
     kinds = get_type_hints(Device)

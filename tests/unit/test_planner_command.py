@@ -96,8 +96,8 @@ def test_a_wrong_setting_is_one_sentence(capfd: pytest.CaptureFixture, tmp_path:
     bare.write_text("flops = 1e15\n")
     for arguments, words in (
         (["debug_model", "--gpu", str(bare)], "nor a .toml file with a record"),
-        (["debug_model", "--gpu", "h10"], "is none of h100"),
-        (["debug_model", "--gpu", "missing.toml"], "--gpu 'missing.toml' is none of h100"),
+        (["debug_model", "--gpu", "h10"], "is no known GPU"),
+        (["debug_model", "--gpu", "missing.toml"], "--gpu 'missing.toml' is no known GPU"),
         (["debug_model", "--world-size", "x"], "--world-size"),
         (["debug_model", "--gpu", cpu_record(tmp_path), "--training.seq_len", "0"], "training.seq_len"),
         (

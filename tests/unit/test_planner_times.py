@@ -118,7 +118,7 @@ def test_stages_of_a_pipeline_wait() -> None:
 def test_records_are_whole_and_wrong_ones_are_one_sentence(tmp_path: Path) -> None:
     for name in ("h100", "h200", "b200", "a100", "rtx4090"):
         assert device(name).efficiency.keys() >= {"products", "memory", "link", "network"}
-    with pytest.raises(ConfigError, match=r"--gpu 'h10' is none of h100.*did you mean 'h100'"):
+    with pytest.raises(ConfigError, match=r"--gpu 'h10' is no known GPU.*; did you mean 'h100'"):
         device("h10")
     path = tmp_path / "mine.toml"
     path.write_text('[mine]\nname = "x"\nflops = 1e12\nfloops = 1\n')

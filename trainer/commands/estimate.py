@@ -51,36 +51,33 @@ def main(argv: list[str]) -> int:
         The exit code.
     """
     started = time.monotonic()
-    try:
-        options, start = _options(argv)
-        arguments = start.arguments
-        out = sys.stderr if options.json else sys.stdout
-        ranks = whole_number("--world-size", options.world_size, such_as="--world-size 8")
-        config = parse_command_line(arguments, reading=True).config
-        if options.calibrate:
-            print(_calibrated(arguments, options.calibrate, config.job.device))
-            return 0
-        record = device(options.gpu)
-        note = ""
-        record = replace(record, node=start.ranks or record.node)
-        # Errors of the configuration are reported here, before a process imports torch.
-        resolve(config, ranks, record.type, node=record.node, missing=[])
-        if record.type == "cuda" and (why := shim.why_not()):
-            note = f"{why}: traced with CPU kernels, which keep more of norms and attention than GPU kernels"
-            record = replace(record, type="cpu")
-            arguments = [*arguments, *_AS_ON_GPUS]
-        job_name = config.job.description or config.job.config_file or "the default settings"
-        print(f"{job_name} on {ranks} of {options.gpu}", file=sys.stderr)
-        with Worker(has_shim=record.type == "cuda") as worker, redirect_stdout(out):
-            estimator = partial(
-                estimate, worker, ranks=ranks, device=record, whole=options.picture is not None
-            )
-            result = _searched(options, estimator, arguments, config.training.seq_len, ranks)
-        if options.picture:
-            draw(result.profile, options.picture)
-            print(f"the picture is {options.picture}", file=out)
-    except OSError as error:
-        raise ConfigError(str(error)) from None
+    options, start = _options(argv)
+    arguments = start.arguments
+    out = sys.stderr if options.json else sys.stdout
+    ranks = whole_number("--world-size", options.world_size, such_as="--world-size 8")
+    config = parse_command_line(arguments, reading=True).config
+    if options.calibrate:
+        print(_calibrated(arguments, options.calibrate, config.job.device))
+        return 0
+    record = device(options.gpu)
+    note = ""
+    record = replace(record, node=start.ranks or record.node)
+    # Errors of the configuration are reported here, before a process imports torch.
+    resolve(config, ranks, record.type, node=record.node, missing=[])
+    if record.type == "cuda" and (why := shim.why_not()):
+        note = f"{why}: traced with CPU kernels, which keep more of norms and attention than GPU kernels"
+        record = replace(record, type="cpu")
+        arguments = [*arguments, *_AS_ON_GPUS]
+    job_name = config.job.description or config.job.config_file or "the default settings"
+    print(f"{job_name} on {ranks} of {options.gpu}", file=sys.stderr)
+    with Worker(has_shim=record.type == "cuda") as worker, redirect_stdout(out):
+        estimator = partial(
+            estimate, worker, ranks=ranks, device=record, whole=options.picture is not None
+        )
+        result = _searched(options, estimator, arguments, config.training.seq_len, ranks)
+    if options.picture:
+        draw(result.profile, options.picture)
+        print(f"the picture is {options.picture}", file=out)
     if options.json:
         print(json.dumps(result.record()))
     else:
