@@ -284,13 +284,10 @@ class IterableDocuments:
         ids = document.ids if len(document.ids) else NOTHING.ids
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
             raise self._bad(number, f"has an array of shape {ids.shape} and {ids.dtype}")
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            wrong = int(ids.max() if ids.max() >= self._vocab_size else ids.min())
-            raise self._bad(
-                number,
-                f"has the token id {wrong}, and the tokenizer has {self._vocab_size:,} (0 and up)",
-            )
-        return Encoded(ids, document.answers)
+        encoded = Encoded(ids, document.answers)
+        if problem := encoded.wrong_id(self._vocab_size):
+            raise self._bad(number, problem)
+        return encoded
 
     def _bad(self, number: int, problem: str) -> BadRecord:
         return BadRecord(

@@ -314,17 +314,15 @@ class TokenFiles:
                 raise BadRecord(
                     f"{pair.ids}, document {i}, is damaged: its check sum is wrong; {self._catalog.remedy}"
                 )
-        ids = np.frombuffer(content, dtype=pair.dtype)
-        vocab_size = self._catalog.vocab_size
-        if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
-            wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())
-            raise BadRecord(
-                f"{pair.ids}, document {i}, has the token id {wrong}, and the tokenizer has {vocab_size:,} (0 and up); "
-                "name the tokenizer that made the file in model.tokenizer_path"
-            )
-        return Encoded(
-            ids, None if pair.answers is None else np.frombuffer(answers, dtype=bool)
+        document = Encoded(
+            np.frombuffer(content, dtype=pair.dtype),
+            None if pair.answers is None else np.frombuffer(answers, dtype=bool),
         )
+        if problem := document.wrong_id(self._catalog.vocab_size):
+            raise BadRecord(
+                f"{pair.ids}, document {i}, {problem}; name the tokenizer that made the file in model.tokenizer_path"
+            )
+        return document
 
     def _span(self, pair: Pair, i: int) -> tuple[int, int]:
         """Return the bytes [start, stop) of document i of a pair in its .bin; (0, 0) if the document is empty."""

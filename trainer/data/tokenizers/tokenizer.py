@@ -42,6 +42,17 @@ class Encoded(NamedTuple):
     lengths: tuple[int, ...] = ()
     notes: Mapping[str, int] = MappingProxyType({})
 
+    def wrong_id(self, vocab_size: int) -> str:
+        """Return words that name the first id which a tokenizer lacks; empty if there is none.
+
+        Args:
+            vocab_size: The number of the tokenizer's ids.
+        """
+        wrong = self.ids[(self.ids < 0) | (self.ids >= vocab_size)]
+        if not len(wrong):
+            return ""
+        return f"has the token id {wrong[0]}, and the tokenizer has {vocab_size:,} (0 and up)"
+
 
 NOTHING = Encoded(np.empty(0, dtype=np.int64))
 """A document without text."""
