@@ -129,8 +129,7 @@ def tokenize(
         folder: The folder.
         processes: Number of processes.
         log: Takes lines of progress.
-        every: Fewest seconds between two lines. If above 0, a folder with a manifest is not checked again. Only the
-            cache uses this.
+        every: Fewest seconds between two lines. If above 0 (in the cache), a folder with a manifest is not checked.
         shard_bytes: Bytes of a part; None to choose by the size of the data.
 
     Raises:
