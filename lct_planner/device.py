@@ -174,7 +174,7 @@ class _AnySize:
 def form(x: Tensor) -> tuple:
     """Return shape, strides, dtype and device type, on which a graph relies.
 
-    Left out are the strides of dimensions with size 1, and the sizes of a tensor of bytes, which ranks send.
+    Left out are the strides of dimensions with size 1. For uint8, the number of dimensions replaces shape and strides.
 
     Args:
         x: A tensor of any shape.

@@ -52,6 +52,8 @@ def group_of(args: tuple) -> ProcessGroup:
 def bytes_sent(name: str, args: tuple, group: ProcessGroup) -> int:
     """Return the bytes that this rank sends to others in a collective.
 
+    For an all-reduce and a collective unknown here, this is the size of the first tensor.
+
     Args:
         name: Name of the collective.
         args: Its arguments.

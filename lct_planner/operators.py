@@ -14,7 +14,9 @@ from longshard.context.planning.lowering import is_large
 
 
 def flops(func: torch._ops.OpOverload, name: str, args: tuple, result: Any) -> int:
-    """Return the FLOPs of an operator on one rank; 0 for operators that PyTorch's FLOP counter does not know, either.
+    """Return the FLOPs of an operator on one rank.
+
+    Attention and matrix products are counted here, other operators by PyTorch's FLOP counter; 0 if it has no formula.
 
     Attention counts as causal: half of all pairs. Its keys must be (B, H, S, D).
 

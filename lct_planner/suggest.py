@@ -199,7 +199,7 @@ class _Search:
         return offloaded and (self._try(degrees | _FULL) or offloaded)
 
     def refine(self, choice: Choice) -> None:
-        """Change one thing after another, each time what gains most, until nothing gains."""
+        """Change one setting after another, each time the one that gains most, until none gains; add to `fitting`."""
         changes: list[Callable[[Estimate], Settings]] = [
             *(partial(self._replicas, nodes=nodes) for nodes in (1, 2, 4)),
             _larger_batch,

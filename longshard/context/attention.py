@@ -154,7 +154,7 @@ def _operator_backward(
 
 
 def _check_call(scale: float) -> None:
-    """Refuse a scale that is not a number above 0, and forward-mode differentiation."""
+    """Raise a ContextParallelError for a scale that is not a number above 0, and in forward-mode differentiation."""
     if not 0 < scale < math.inf:
         raise ContextParallelError(
             f"context-parallel attention got scale = {scale}; it must be a number above 0, such as head_dim ** -0.5"

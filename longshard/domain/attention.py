@@ -115,7 +115,9 @@ def _attended(
 def _broadcast(
     q: DomainTensor, k: DomainTensor, v: DomainTensor, *, shares: bool
 ) -> tuple[DomainTensor, DomainTensor, DomainTensor]:
-    """Return q, k and v with the same number of dimensions, broadcast as in torch: q, and k with v, before (S, D).
+    """Return q, k and v with the same number of dimensions, broadcast before the last two dimensions (S, D).
+
+    k and v get the common sizes of k and v. q gets the common sizes of q, k and v.
 
     shares: whether heads of q share keys; then the numbers of heads may differ.
     """

@@ -232,7 +232,7 @@ def refusal_of_module(
 
 
 def mixes_if_called(module: nn.Module, bound: Collection[nn.Module]) -> bool:
-    """Return whether a module mixes tokens if it is called, but need not be called.
+    """Return whether a module would mix tokens if it were called, and a model may run without calling it.
 
     A model that gets only text does not call the modules that mix the positions of images. A bound layer does not call
     its convolution; it passes the weights to a function.

@@ -54,13 +54,14 @@ def fill_cache(argv: list[str]) -> None:
 
 
 def into_folder(args: argparse.Namespace) -> None:
-    """Make the missing shards of a folder, then its manifest, and print a line.
+    """Make the missing shards of a folder, then its manifest, and print the progress.
 
     Args:
         args: The options of the command line.
 
     Raises:
-        ConfigError: Two options do not go together, or a file cannot be written.
+        ConfigError: Two options do not go together, or as for `tokenize`.
+        OSError: A file cannot be written.
     """
     if args.processes < 1 or args.shard_mb < 1:
         raise ConfigError(

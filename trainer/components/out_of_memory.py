@@ -65,7 +65,7 @@ def memory_savers(job: ResolvedJob) -> list[str]:
 
 
 def _savers_on_these_ranks(job: ResolvedJob) -> Savers:
-    """Return settings that keep the step and the number of ranks, each with whether it applies."""
+    """Return settings that keep the step and the number of ranks, each as (whether it applies, words)."""
     config = job.config
     degrees = job.degrees
     training = config.training
@@ -118,7 +118,7 @@ def _smaller_batch(job: ResolvedJob) -> str:
 
 
 def _savers_of_last_resort(job: ResolvedJob) -> Savers:
-    """Return settings that cost much time, change the step or need more ranks, each with whether it applies."""
+    """Return settings that cost much time, change the step or need more ranks, each as (whether it applies, words)."""
     training = job.config.training
     degrees = job.degrees
     pieces = degrees.cp * degrees.tp
@@ -144,7 +144,7 @@ def _savers_of_last_resort(job: ResolvedJob) -> Savers:
 
 
 def _activation_savers(job: ResolvedJob) -> Savers:
-    """Return settings that keep fewer activations on the device, each with whether it applies."""
+    """Return settings that keep fewer activations on the device, each as (whether it applies, words)."""
     activations = job.config.activation_checkpoint
     compilation = job.compilation
     splits_backward = compilation.splits_backward and not compilation.chooses_recomputation

@@ -151,7 +151,8 @@ class HFReader(FileSystemReader):
     ) -> Tensor:
         """Return a part of a tensor, of shape `lengths`, whose rows are built from other tensors.
 
-        names: names of the parts of each row. shape: of the whole tensor. The parts are equal in dim 1.
+        names: for each index of dim 0, the stored tensors whose concatenation is dim 1; all have equal lengths.
+        shape: the shape of the whole tensor.
         """
         part = torch.empty(tuple(lengths), dtype=self._dtype_of_all(sum(map(tuple, names), ())))
         size = shape[1] // len(names[0])

@@ -342,7 +342,7 @@ def _passing_signals_on(
 ) -> Iterator[list[int]]:
     """Pass SIGTERM, SIGINT and these signals on to the ranks inside; yield the list of the signals that ranks got.
 
-    SIGUSR1 makes a rank show its stacks. So the ranks get the first other signal of `stop_signals` instead, or SIGTERM.
+    For SIGUSR1, the ranks get the first other signal of `stop_signals`, or SIGTERM: SIGUSR1 makes a rank show stacks.
     Without ranks a signal ends the launcher by `Stopped`, and so does a signal that is not passed on.
     """
     received = []

@@ -126,10 +126,10 @@ def _time(bins: np.ndarray, costs: np.ndarray, shape: tuple[int, int]) -> float:
 def _assigned(
     lengths: list[int], costs: list[float], targets: list[float], most: int
 ) -> list[int] | None:
-    """Give each document, the longest first, to the bin with room that is farthest below its target.
+    """Return the bin of each document, in the order of `lengths`; None if a document fits in no bin.
 
-    Returns None if a document fits in no bin. lengths, costs: of each document, descending. targets: the cost that each
-    bin should have. most: largest number of tokens of a bin.
+    Each document goes to the bin with room that is farthest below its target. lengths, costs: for each document,
+    descending. targets: the cost that each bin should have. most: largest number of tokens of a bin.
     """
     # a heap of (-lack, bin)
     lacking = [(-target, i) for i, target in enumerate(targets)]

@@ -79,7 +79,9 @@ def cached(settings: DataSettings, *, makes_files: bool = True) -> Path | None:
 
 
 def described(settings: DataSettings, size: int) -> str:
-    """Return the source of token files, and about how large they become, in words. An unknown size is not named.
+    """Return words for a log line: size and format of the data, and the expected size of the token ids.
+
+    If the size is unknown, these are the format and the path.
 
     Args:
         settings: The data set.
@@ -127,7 +129,7 @@ def tokenize(
         folder: The folder.
         processes: Number of processes.
         log: Takes lines of progress.
-        every: Fewest seconds between two lines. Above 0, only for the cache: a folder with a manifest stays as it is.
+        every: Fewest seconds between two lines. If above 0 (in the cache), a folder with a manifest is not checked.
         shard_bytes: Bytes of a part; None to choose by the size of the data.
 
     Raises:
@@ -183,7 +185,7 @@ def noted(folder: Path) -> dict[str, Any]:
 
 
 def _begin(folder: Path, plan: dict[str, Any]) -> None:
-    """Write the plan into the folder, as an unfinished folder has it. A folder with the same plan stays as it is.
+    """Write the plan into the folder's file `UNFINISHED`. A folder with the same plan stays as it is.
 
     If the folder has another plan or token ids of another program, a ConfigError is raised.
     """

@@ -330,7 +330,7 @@ def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _random_state(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the random state that backwards require and, without dropout, do not read.
 
-    uint64 for the flash operators, whose first tensor has two numbers; int64, of one each, for all others.
+    If `dtype` is uint64, as for flash operators, the tensors have the shapes (2,) and (). Else both are scalars.
     """
     shape = (2,) if dtype == torch.uint64 else ()
     return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(
