@@ -128,6 +128,12 @@ def test_bad_rows_and_columns_are_told(lines: Path, tmp_path: Path, capsys: pyte
     assert "a.txt is not UTF-8 text" in capsys.readouterr().err
     assert lct_tokenize(*text, tmp_path / "skipped", "--on-bad-record", "skip") == 0
     assert [len(opened(tmp_path / "skipped")[i].ids) > 0 for i in range(2)] == [0, 1]
+    note = tmp_path / "skipped" / "shard-00000.skipped"
+    before = note.read_bytes()
+    note.write_bytes(before[:-2])
+    assert lct_tokenize(*text, tmp_path / "skipped", "--on-bad-record", "skip") == 0
+    assert "shard-00000 is damaged, and is made again\n" in capsys.readouterr().out
+    assert note.read_bytes() == before
 
 
 @pytest.mark.parametrize("dictionary", [False, True])

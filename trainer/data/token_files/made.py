@@ -222,7 +222,7 @@ def _missing(stems: Sequence[Path], entries: Mapping[str, Any], log: Log) -> lis
     for number, stem in enumerate(stems):
         index = stem.with_suffix(".idx")
         if index.exists():
-            with suppress(ConfigError, OSError):
+            with suppress(ValueError, OSError):  # a ConfigError is a ValueError
                 entry = entry_of(stem)
                 if entry == entries.get(stem.name, entry):
                     continue
