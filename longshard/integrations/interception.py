@@ -176,7 +176,7 @@ class Interception(TorchFunctionMode):
     def _agree(self, refusal: str | None) -> None:
         """Raise ContextParallelError if this rank refuses, or others do, or the ranks' positions do not fit together.
 
-        A collective if the watch `has_news`, as at the first call and after new positions; then it has none.
+        A collective if the watch `has_news`, as at the first call and after new positions. This clears `has_news`.
         """
         if self._watch.has_news:
             mesh = self._live.mesh
