@@ -22,7 +22,7 @@ def added_up(events: Events, step: int, layers: Iterable[int]) -> Profile:
 
     Args:
         events: The events of a trace.
-        step: Number of the step. Of earlier steps, only the memory counts that is still in use.
+        step: Number of the step. Memory of an earlier step counts while this step still holds it.
         layers: Indices of the rank's layers in the model, in order.
     """
     numbers = list(layers)

@@ -264,7 +264,7 @@ class ChunkedPass:
         return [torch.cat((bias, maps[..., v_dim:]), -1) for bias, maps in both]
 
     def biases(self) -> Tensor:
-        """Return the gradients of the states before fragments, of `shape`, if the gradients after them are zero."""
+        """Return the gradients of the states before fragments, of `shape`, as if the states after them got none."""
         zero = KnownStates(self.zeros).zero
         if not self._place.has_runs:
             return stacked([bias.squeeze(2) for bias in self._run_biases], zero)
@@ -273,6 +273,8 @@ class ChunkedPass:
 
     def backward(self, ends: KnownStates) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v, log_decay and beta; without beta, the last one has no meaning.
+
+        With deterministic algorithms it is a collective, as `forward`.
 
         Args:
             ends: The gradients of the states after fragments.

@@ -36,7 +36,10 @@ class _DomainBackwardHook(BackwardHook):
         )
 
     def _on_shards(self, hook: Callable, *names: str) -> Callable:
-        """Return a hook of domain tensors as a hook of shards; names: the values whose gradients it gets."""
+        """Return a hook of shards that calls `hook`, a hook of domain tensors.
+
+        names: "inputs", "outputs" or both, in this order: the values whose gradients `hook` gets.
+        """
 
         def called(module: torch.nn.Module, *gradients: tuple) -> Any:
             domains = [self.domains[name] for name in names]

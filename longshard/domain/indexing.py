@@ -40,9 +40,9 @@ _KIND = "rows by number"
 
 @rule("index_select")
 def _index_select(function, x, dim, index) -> DomainTensor:
-    """Select rows. index: 1-D. If it is sharded, the result has its rows.
+    """Select rows. index: 1-D. If the index is sharded, the result is sharded alike.
 
-    If the index is whole, and the rows of x are sharded, their ranks divide the index evenly.
+    If the index is whole, and the rows of x are sharded, the ranks of x divide the index and the result evenly.
     """
     x = wrapped(x)
     dim %= x.ndim
@@ -68,7 +68,10 @@ def _index_select(function, x, dim, index) -> DomainTensor:
 
 @rule("index_add", "index_add_")
 def _index_add(function, x, dim, index, source, *, alpha=1) -> Any:
-    """Add rows. index: 1-D. If x is whole, the ranks' sums are added up; if it is sharded, each owner gets its sums."""
+    """Add rows; `index_add_` in place. index: 1-D.
+
+    If the rows of x are whole, the ranks' sums are added up. If they are sharded, each owner gets the sums of its rows.
+    """
     dim %= x.ndim
     target_rows = wrapped(x)
     row_axis = target_rows.domain.axes.get(dim)
@@ -133,7 +136,7 @@ def _scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) 
 
 
 def _row_numbers(x: Any, dim: int, index: AnyTensor, src: Any) -> AnyTensor:
-    """Return an index that is expanded over the other dimensions as one number per row, 1-D. Another one is refused."""
+    """Return one number per row, 1-D, of an index that is expanded over the other dimensions; refuse another index."""
     local = unwrapped(index)
     dim %= x.ndim
     others = [d for d in range(local.ndim) if d != dim]
@@ -263,9 +266,9 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
 def _own_sources(
     x: DomainTensor, dim: int, index: AnyTensor, source: AnyTensor
 ) -> tuple[Tensor, Tensor, Axis | None]:
-    """Return this rank's source rows, their numbers, and the axis over which the ranks divide both.
+    """Return this rank's source rows, their target rows, 1-D, and the axis over which the ranks divide both.
 
-    index: the target row of each source row, 1-D.
+    The axis is None if both are whole. index: the target row of each source row, 1-D.
     """
     source_axis = wrapped(source).domain.axes.get(dim)
     other_dims = x.domain.without(dim)

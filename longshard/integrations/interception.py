@@ -46,7 +46,9 @@ _SHIFTS = {F.pad, F.conv1d, *(getattr(of, name) for of in (torch, Tensor) for na
 def intercept_sdpa(
     model: nn.Module | None = None, *, allow_modules: Collection[type | str] = ()
 ) -> Intercept:
-    """Return `intercept` of `context_parallel`, which runs calls of F.scaled_dot_product_attention over all ranks.
+    """Return the argument `intercept` for `context_parallel`.
+
+    It makes calls of F.scaled_dot_product_attention inside the context run over all ranks.
 
     At its exit the context raises a ContextParallelError if no attention ran over the ranks, or if an entry of
     `allow_modules` named nothing.
@@ -172,7 +174,10 @@ class Interception(TorchFunctionMode):
         return scanned(name, function, arguments, self._handle, self._live)
 
     def _agree(self, refusal: str | None) -> None:
-        """Raise the refusal of this rank, of other ranks or of all; a collective if there is news to compare."""
+        """Raise ContextParallelError if this rank refuses, or others do, or the ranks' positions do not fit together.
+
+        A collective if the watch `has_news`, as at the first call and after new positions. This clears `has_news`.
+        """
         if self._watch.has_news:
             mesh = self._live.mesh
             positions = self._watch.positions

@@ -259,7 +259,7 @@ def bind(modules: Iterable[nn.Module]) -> set[nn.Module]:
 
 @lru_cache(maxsize=1024)
 def _bound(cls: type[nn.Module]) -> frozenset[str]:
-    """Replace the known functions in the file of a class that its forward calls.
+    """Replace the known functions that the forward of a class calls, in the file of the class.
 
     Return their names, also of functions that were replaced before. A function with other arguments is left as it is.
     """

@@ -155,7 +155,7 @@ class Offsets:
                 yield part
 
     def borders(self, start: int, stop: int) -> Iterable[int]:
-        """Yield the starts and stops of ranges that lie in [start, stop].
+        """Yield each number in [start, stop] that is the start or the stop of a range.
 
         Args:
             start: The lowest number.

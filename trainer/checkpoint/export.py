@@ -139,7 +139,10 @@ def _stored(source: ModelFolder | None) -> Mapping[str, Stored]:
 
 
 def _with_images(files: dict[str, Any], source: ModelFolder) -> dict[str, Any]:
-    """Return `files` plus the files for images of `source`; its config.json gets the new entries of text."""
+    """Return `files` plus the files for images of `source`.
+
+    The new config.json is the config.json of `source`, with the entries of `files` for the text.
+    """
     content = files[CONFIG_FILE]
     whole = source.whole_entries.content
     before = {name: x for name, x in whole["text_config"].items() if name != QUANTISED}

@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     """Run `check [FILE] [--world-size N] [--ngpu N] [--table.key value ...]`.
 
     It checks the configuration and prints its summary. It compares initial weights with the model, and prints the
-    estimated peak memory of a step.
+    estimated peak memory of a step. With --print-config, it only prints and checks the configuration.
 
     FILE and variables are the same as for `train`. --ngpu is the number of ranks of this machine. With --world-size,
     --ngpu is the number of ranks of each node.

@@ -90,10 +90,10 @@ def given_as(**options: str) -> Iterator[None]:
     """Yield; add to a ConfigError of the context which option of the command line sets a key.
 
     Args:
-        **options: The last word of each key, with its option.
+        **options: The last part of a key, such as `seq_len` -> the option that sets the key.
 
     Raises:
-        ConfigError: The error of the context; its message now names the option.
+        ConfigError: The error of the context. If its message has a key of `options`, it now names the option.
     """
     try:
         yield

@@ -25,8 +25,8 @@ from trainer.runtime.agreement import gather_values
 def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters that were never updated their first state.
 
-    An optimizer of another class, if it has no state yet, makes it in a step with gradients of zero, at a learning rate
-    of zero.
+    For Adam and Muon, the state is added directly. If an optimizer of another class has no state at all, it makes a
+    step with gradients of zero and a learning rate of zero.
 
     Args:
         optimizer: The optimizer, changed in place.
@@ -68,7 +68,7 @@ def build_optimizer(
     Args:
         model_parts: The model parts of this rank.
         config: The configuration.
-        dims: The meshes of the run, which Muon needs; with it this is a collective of all ranks.
+        dims: The meshes of the run, which only Muon needs. With Muon, this function is a collective of all ranks.
 
     Raises:
         ConfigError: Muon does not know whether a parameter is a matrix.
@@ -164,7 +164,9 @@ def check_groups(
     settings: Optimizer,
     dims: ParallelDims,
 ) -> None:
-    """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter, on any rank. A collective.
+    """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter, on at least one rank.
+
+    A collective of all ranks.
 
     Args:
         optimizer: The optimizer.

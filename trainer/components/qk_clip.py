@@ -78,7 +78,10 @@ class QKClip(Observer):
 
     @torch.no_grad()
     def _clip(self, left_out: Tensor | None) -> None:
-        """Scale the heads; a collective. left_out: one if the step has changed no weight."""
+        """Scale heads whose largest logit is too large. A collective of data- and context-parallel ranks.
+
+        left_out: 1 if the step has changed no weight; then no head is scaled.
+        """
         seen = all_reduce(self._seen.clone(), self._dims["dp_cp"], "max")
         clips = seen > self._largest  # False for NaN
         if left_out is not None:

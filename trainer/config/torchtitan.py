@@ -76,7 +76,10 @@ _FLOAT8 = {"dynamic": True, "": False}
 
 
 def _schedule(name: str) -> str:
-    """Return today's name of a pipeline schedule, once in lower case and with underscores; ConfigError if unknown."""
+    """Return today's name of a pipeline schedule. Raise a ConfigError if it is unknown.
+
+    Older names have other capitals and underscores, such as `interleaved_1f1b`.
+    """
     today = get_args(get_type_hints(Parallelism)["pipeline_parallel_schedule"])
     names = {choice.lower(): choice for choice in today} | {
         "flexibleinterleaved1f1b": "Interleaved1F1B"

@@ -37,7 +37,8 @@ _NAMES: dict[type, str] = {
 def from_toml(name: str, value: object, key: Key, where: str) -> object:
     """Return a value in the type of its key.
 
-    An int becomes a float, a list a tuple, and a table of a `named` key its name=value. Other values stay as they are.
+    An int becomes a float, and a list a tuple. For a `named` key, a table becomes a tuple of texts "name=value". Other
+    values stay as they are.
 
     Args:
         name: The key, for messages.
@@ -152,7 +153,7 @@ def _table(value: object, kind: type) -> object | None:
 
 
 def _parsed(word: str, kind: Any) -> object:
-    """Return the value of a word for this kind, or the word itself if it has none."""
+    """Return the word as a value of this kind, or the word itself if it is no such value."""
     if kind is bool:
         return {"true": True, "false": False}.get(word.lower(), word)
     with suppress(ValueError):  # TOMLDecodeError is one too

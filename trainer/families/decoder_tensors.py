@@ -54,9 +54,9 @@ def hf_tensor(
 ) -> HFTensor | None:
     """Return Hugging Face's tensor for a parameter. None for a buffer of routers without a counterpart.
 
-    Weights of experts have `stacked` names, and one tensor for all experts as `other_form`. A name without {} is one
-    tensor for all experts. Modules with the same name there share a tensor, see `first_row`. The two rows of a rotary
-    pair are adjacent here, and half of the rotated share of a head apart there.
+    Each expert has `stacked` names; `other_form` is one tensor for all experts. If the experts' name there lacks {},
+    only the one tensor exists. Modules with the same name there share a tensor, see `first_row`. The two rows of a
+    rotary pair are adjacent here, and half of the rotated share of a head apart there.
 
     Args:
         args: The arguments of the model.

@@ -174,7 +174,7 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
     """Return the ids of new tokens and the rows of the embedding, after writing a copy of the folder with these tokens.
 
     Spare rows are used first. Then rows are added up to a multiple of the largest power of two, at most 128, that
-    divides the old number of rows, as tensor parallelism needs. Such rows get the mean of the rows before.
+    divides the old number of rows. Rows from the first new id on get the mean of the rows before this id.
 
     Args:
         source: The folder.

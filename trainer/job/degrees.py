@@ -58,7 +58,8 @@ class Degrees:
     def sizes(self) -> dict[str, int]:
         """Return the degree of each dimension of the mesh, by name, also degrees of 1.
 
-        Context parallelism has the dimensions "cp_ring" and "cp_a2a", or else the axes of a field.
+        Context parallelism has the dimensions "cp_ring" and "cp_a2a", or else the axes of a field. A model with
+        experts also has "efsdp" and "ep", which divide ranks of the other dimensions again.
         """
         sizes = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
         if self.ep is not None:
@@ -98,7 +99,8 @@ def resolve_degrees(
     Args:
         parallelism: The configured degrees. The degrees of a field's axes replace the degree of context parallelism.
         world_size: The number of ranks.
-        ep: The expert-parallel degree; None if the model has no experts.
+        ep: The expert-parallel degree, not a factor of the product; not checked here. None if the model has no
+            experts.
 
     Returns:
         The degrees; their product is `world_size`.

@@ -176,7 +176,9 @@ def _degrees(draft: Draft) -> Draft:
 
 
 def _effects(draft: Draft) -> Draft:
-    """Return the draft with notes why configured keys have no effect. Raise a ConfigError for keys with a remedy.
+    """Return the draft with notes why configured keys have no effect.
+
+    If the unmet condition of a key has a remedy, raise a ConfigError instead of a note.
 
     Without a model or degrees, which an earlier step refused, the draft is returned unchanged.
     """

@@ -230,7 +230,7 @@ class LanguageTask:
                 yield whole.on(self._device).inputs(plan)
 
     def whole(self, batch: TextBatch) -> RankBatch:
-        """Return the tensors of whole sequences that ranks compute with.
+        """Return the tensors of whole sequences that ranks compute with, still on the device of the batch.
 
         Args:
             batch: A text batch.
@@ -252,9 +252,9 @@ class LanguageTask:
     def _chunks(
         self, whole: RankBatch, plan: BatchPlan | None, scores: Scores | None
     ) -> Iterator[RankInputs]:
-        """Enter a context with this rank's part of the batch; its `chunks` are the sequences' chunks with their plans.
+        """Enter a context with this rank's inputs. Their `chunks` are parts of the sequences, each with its plan.
 
-        A validation sequence may have fewer tokens than chunks.
+        A short validation sequence is cut into fewer chunks than `job.chunks`.
         """
         own = whole.on(self._device)
         rows, seq_len = own.columns["tokens"].shape

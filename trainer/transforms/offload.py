@@ -206,7 +206,7 @@ class HostInputs:
         """Computes the output of the latest block of a forward from its input, without gradients."""
 
     def recompute(self) -> RecomputedInput:
-        """Return a record of a block's input, which the block before it computes again."""
+        """Return a record of a block's input. In the backward, the block before computes this input again."""
         self._leave()
         kept = RecomputedInput(self._last(), self.run)
         self._last = weakref.ref(kept)

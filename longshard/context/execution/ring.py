@@ -87,7 +87,7 @@ class StagedExecution:
         return self.lowered.plan
 
     def forward(self, *qkv: Tensor, terms: Terms) -> OutLse:
-        """Return the output, in the shape of q, and the log-sum-exp, (B, H, S).
+        """Return the output, (B, H, S, dimension of the values), and the log-sum-exp, (B, H, S).
 
         A collective over the group, as `backward` is: ranks send each other K and V.
 
@@ -151,7 +151,7 @@ class StagedExecution:
     def _summed_gradients(
         self, inputs: BackwardInputs, scale: float, expansion: Expansion | None
     ) -> QKV:
-        """Return the gradients of q, k, v in the dtype of the log-sum-exp; if no dq is added to, dq has q's dtype."""
+        """Return the gradients of q, k, v in the log-sum-exp's dtype; if no query sums gradients, dq has q's dtype."""
         _, q, k, v, _, lse = inputs
         launches = self.lowered.backward
         written = fresh_rows(
@@ -218,7 +218,7 @@ class StagedExecution:
         expansion: Expansion,
         scale: float,
     ) -> None:
-        """Add an item's gradients to `totals`, of q and the stage's latents, and to `expansion.gradient`, of `up`."""
+        """Add an item's gradients in place: of q and latents to `totals`, of `up` to `expansion.gradient`."""
         dq, dlatent, _ = totals
         for heads in expansion.groups(inputs.k):
             keys = expansion.keys(inputs.k, heads)

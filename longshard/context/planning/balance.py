@@ -62,8 +62,8 @@ def build_layout(
 def balanced(mask: Mask, degree: int, *, multiple_of: int = 1) -> AxisLayout:
     """Return a layout in which all ranks have the same number of tokens and about the same work, and few keys are sent.
 
-    A part of a document has at least 256 tokens (a block), or starts within the first 256, unless nothing else
-    balances. Blocks are smaller if a rank has fewer than 1,024 tokens.
+    A part of a document has at least 256 tokens (a block), or starts within the document's first 256 tokens. Only if
+    nothing else balances, other parts are shorter. Blocks are smaller if a rank has fewer than 1,024 tokens.
 
     Args:
         mask: The mask of the batch; all its sequences have the same layout.
@@ -133,7 +133,9 @@ class Work:
         return self.before(parts[:, 1]) - self.before(parts[:, 0])
 
     def first_seen(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the first key that each token sees in each sequence, or the token itself: (sequences, n) int64.
+        """Return the first key that each token sees in each sequence: (sequences, n) int64.
+
+        If the token sees no earlier key, it is the token itself.
 
         Args:
             tokens: The tokens, (n,), int64.
@@ -175,7 +177,7 @@ class _Circle:
 
     @cached_property
     def stops(self) -> np.ndarray:
-        """The start of each part, and the places whole blocks after the start, if a block of the part follows."""
+        """The places where whole blocks of each part begin, counted from its start; in a short part only the start."""
         numbers, part = counted(
             np.maximum((self._parts[:, 1] - self._parts[:, 0]) // self._block, 1)
         )

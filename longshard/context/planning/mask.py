@@ -185,13 +185,13 @@ class Mask:
         return self if self.sequences == sequences else by_sequence([self] * sequences)
 
     def sequence(self, number: int) -> "Mask":
-        """Return the mask of one sequence.
+        """Return the mask of one sequence. If this mask is for one sequence, it is returned for every number.
 
         Args:
             number: The number of the sequence.
 
         Raises:
-            IndexError: The mask has fewer sequences.
+            IndexError: The mask is for several sequences, and `number` is not one of them.
         """
         if self.sequences == 1:
             return self

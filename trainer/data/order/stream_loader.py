@@ -103,7 +103,7 @@ class StreamLoader:
         """Yield the next `number` samples of this rank, each with its global number.
 
         Sample i is for rank i % degree, from stream i % data_streams. If a stream has samples of several ranks, each of
-        these ranks makes all of them and drops the samples of other ranks, also after its last one.
+        these ranks makes all of them. It drops the samples of other ranks, also samples after its own last one.
         """
         first = self._samples + (self._rank - self._samples) % self._degree
         for sample in range(first, first + number * self._degree, self._degree):

@@ -54,7 +54,7 @@ class JsonTokenizer(Tokenizer):
         return [self._tokenizer.encode(text, add_special_tokens=False).ids]
 
     def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and their characters; see `Tokenizer.encode_with_places`.
+        """Return token ids and the characters [start, stop) of each token; see `Tokenizer.encode_with_places`.
 
         Args:
             text: Legal Unicode.
