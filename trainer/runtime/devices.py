@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
@@ -65,16 +66,15 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     named = environ.get(_VISIBLE)
     gpus, note = present, ""
     if named is not None:
-        wanted = len([word for word in named.split(",") if word.strip()])
+        words = filter(None, map(str.strip, named.split(",")))
+        # CUDA reads up to the first wrong number: -1 hides all GPUs
+        wanted = len([*takewhile(lambda word: word[0] != "-", words)])
         gpus = min(present, wanted)
         if wanted > present:
             where = f"only {present} GPU{'s' * (present > 1)}" if present else "no GPU"
             note = f"{_VISIBLE} = {named!r} names {wanted}, and this machine has {where}"
-            note += (
-                ""
-                if present
-                else ": training runs on the CPU (job.device = 'cuda' refuses that)"
-            )
+            if not present:
+                note += ": training runs on the CPU (job.device = 'cuda' refuses that)"
     return Machine(gpus, min(memories) if memories else None, _host_memory(), note)
 
 
