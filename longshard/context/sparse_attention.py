@@ -98,6 +98,8 @@ def operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `sparse_attention`. Return the fields of its `SparseResult`, in order.
 
+    A collective, unless `plan` is None or is for a chunk.
+
     Args:
         inputs: q, latents and `up`, as in `sparse_attention`, (B, H, S, N + P), (B, S, R + P) and (H, N + V, R); and
             the tensors of `Index`, (B, S, J, D), (B, S, D) and (B, S, J).
@@ -140,9 +142,9 @@ def _operator_backward(
     plan: Tensor | None,
     settings: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, of latents, of `up`, and of the index's queries, keys and weights; a collective.
+    """Return the gradients of q, of latents, of `up`, and of the index's queries, keys and weights.
 
-    The gradient of `up` is this rank's part.
+    The gradient of `up` is this rank's part. A collective, unless `plan` is None or is for a chunk.
     """
     call = _Call(inputs, plan, settings)
     q, latent, up, *index = inputs
@@ -196,7 +198,9 @@ class _Call:
     def __init__(
         self, inputs: Sequence[Tensor], plan: Tensor | None, settings: Sequence[float]
     ) -> None:
-        """Count a call of the plan, and collect the rows of the whole sequence, a collective."""
+        """Count a call of the plan, and collect the rows of the whole sequence.
+
+        A collective, unless there is no plan or the call is for a chunk."""
         self.q, latent, up, *index = inputs
         self.index = Index(*index)
         self._check(latent, up)

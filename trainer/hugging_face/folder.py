@@ -108,7 +108,7 @@ class HFFolder:
 
     @cached_property
     def entries(self) -> Entries:
-        """The entries of the text model. If it reads images too: `text_config`, with the outer entries named in SHARED."""
+        """The entries of the text model. If it reads images too: `text_config`, and the outer entries in SHARED."""
         if not self.reads_images:
             return self.whole_entries
         whole = self.whole_entries.content

@@ -285,7 +285,7 @@ _TENSORS = {
 def _pieces(
     part: AttentionShape, share: HeadShare, names: tuple[str, ...]
 ) -> Iterator[tuple[bool, int]]:
-    """Yield (whether rows have the keys' layout, bytes of a row) for each tensor of a pass. part: sizes of this pass."""
+    """Yield (whether rows have the keys' layout, bytes of a row) for each tensor of a pass. part: sizes of the pass."""
     for name in names:
         if name in ("q", "out"):
             size = part.head_dim if name == "q" else part.value_dim
