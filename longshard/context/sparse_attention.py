@@ -200,7 +200,8 @@ class _Call:
     ) -> None:
         """Count a call of the plan, and collect the rows of the whole sequence.
 
-        A collective, unless there is no plan or the call is for a chunk."""
+        A collective, unless there is no plan or the call is for a chunk.
+        """
         self.q, latent, up, *index = inputs
         self.index = Index(*index)
         self._check(latent, up)
@@ -282,7 +283,10 @@ class _Call:
         return torch.cat([*(kept.take().transpose(0, 1) for kept in before), own], 1)
 
     def returned(self, gradient: Tensor) -> Tensor:
-        """Return the sums of the gradients of this rank's rows, (B, S, C), from gradients of all rows."""
+        """Return the sums of the gradients of this rank's rows, (B, S, C), from gradients of all rows in one exchange.
+
+        For a chunk nothing is exchanged: hold the gradients of earlier chunks' rows, and release the chunk's own rows.
+        """
         if self.live is None:
             return gradient
         if self.live.chunk is None:
