@@ -71,7 +71,8 @@ class Positions:
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
         """Return why positions are wrong, or None. Reset this rank's flags.
 
-        Positions are right if all ranks count the sequence, all count the documents, or no rank has restarted from 0.
+        Positions are right if all ranks count the sequence, or all count the documents. They also pass if no rank
+        counts from 0 where its tokens are not the sequence's first.
 
         Args:
             flags: The flags of each rank.

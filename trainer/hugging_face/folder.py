@@ -74,7 +74,7 @@ class HFFolder:
 
     @property
     def hint(self) -> str:
-        """The advice how to get the folder, which ends an error message."""
+        """The advice at the end of an error message: how to get the folder."""
         parts = self.path.parts
         name = "/".join(parts) if len(parts) == 2 and parts[0] != "/" else "ORG/NAME"
         there = f"./{self.path.name}" if name != "ORG/NAME" else self.path
