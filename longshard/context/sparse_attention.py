@@ -98,6 +98,8 @@ def operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `sparse_attention`. Return the fields of its `SparseResult`, in order.
 
+    A collective, unless `plan` is None or is for a chunk.
+
     Args:
         inputs: q, latents and `up`, as in `sparse_attention`, (B, H, S, N + P), (B, S, R + P) and (H, N + V, R); and
             the tensors of `Index`, (B, S, J, D), (B, S, D) and (B, S, J).
@@ -140,9 +142,9 @@ def _operator_backward(
     plan: Tensor | None,
     settings: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, of latents, of `up`, and of the index's queries, keys and weights; a collective.
+    """Return the gradients of q, of latents, of `up`, and of the index's queries, keys and weights.
 
-    The gradient of `up` is this rank's part.
+    The gradient of `up` is this rank's part. A collective, unless `plan` is None or is for a chunk.
     """
     call = _Call(inputs, plan, settings)
     q, latent, up, *index = inputs
@@ -196,7 +198,10 @@ class _Call:
     def __init__(
         self, inputs: Sequence[Tensor], plan: Tensor | None, settings: Sequence[float]
     ) -> None:
-        """Count a call of the plan, and collect the rows of the whole sequence, a collective."""
+        """Count a call of the plan, and collect the rows of the whole sequence.
+
+        A collective, unless there is no plan or the call is for a chunk.
+        """
         self.q, latent, up, *index = inputs
         self.index = Index(*index)
         self._check(latent, up)
@@ -278,7 +283,10 @@ class _Call:
         return torch.cat([*(kept.take().transpose(0, 1) for kept in before), own], 1)
 
     def returned(self, gradient: Tensor) -> Tensor:
-        """Return the sums of the gradients of this rank's rows, (B, S, C), from gradients of all rows."""
+        """Return the sums of the gradients of this rank's rows, (B, S, C), from gradients of all rows in one exchange.
+
+        For a chunk nothing is exchanged: hold the gradients of earlier chunks' rows, and release the chunk's own rows.
+        """
         if self.live is None:
             return gradient
         if self.live.chunk is None:

@@ -74,6 +74,8 @@ def _gradient(function, outputs, inputs, grad_outputs=None, **kwargs) -> tuple[A
 def average_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     """Make the gradients of the parameters equal to the gradients of one process; call it after a step's last backward.
 
+    A collective over each dimension of the mesh over which a gradient is not averaged yet.
+
     The loss is whole on every rank, such as `y.mean()` of sharded y, and not divided by the number of ranks. Gradients
     that FSDP2, HSDP or DDP has averaged over a dimension of the mesh stay as they are in this dimension.
 

@@ -32,8 +32,8 @@ def _masked_select(function, x, mask) -> DomainTensor:
 def by_mask(x: AnyTensor, mask: AnyTensor) -> DomainTensor:
     """Return x[mask], with a mask of the first dimensions of x: rows in their order, at their owners.
 
-    A collective: the number of rows depends on data, and the host waits for it. The result is sharded like the first
-    sharded dimension of the mask; the other dimensions of the mask are gathered.
+    A collective, if x or the mask is sharded in a dimension of the mask: the host waits for the number of rows. The
+    result is sharded like the first sharded dimension of the mask; the other dimensions of the mask are gathered.
 
     Args:
         x: The tensor, any shape.

@@ -66,6 +66,8 @@ def neighborhood_attention(
 ) -> Any:
     """Return the attention of each query to its neighbourhood, (B, *spatial, H, D of v), in the tensors' domain.
 
+    A collective: one exchange for each sharded spatial dimension.
+
     Args:
         q: (B, *spatial, H, D), sharded or whole; head h reads key/value head h // (H / K).
         k: (B, *spatial, K, D), sharded or whole; K divides H.

@@ -69,7 +69,10 @@ class Positions:
             self.flags |= _NOT_BY_DOCUMENT * (not is_by_document)
 
     def refusal_of_ranks(self, flags: list[int]) -> str | None:
-        """Return why positions are wrong; None if all ranks count the sequence or documents. Reset this rank's flags.
+        """Return why positions are wrong, or None. Reset this rank's flags.
+
+        Positions are right if all ranks count the sequence, or all count the documents. They also pass if no rank
+        counts from 0 where its tokens are not the sequence's first.
 
         Args:
             flags: The flags of each rank.

@@ -51,7 +51,7 @@ class Request:
 def check_fields(body: Body, *, chat: bool) -> None:
     """Check that the server supports each field of a request, its value and its type.
 
-    A field of null counts as missing. Fields that the server ignores pass.
+    A field of null counts as missing. Fields that the server ignores pass. `request_of` checks numbers and `stop`.
 
     Args:
         body: The request.

@@ -54,7 +54,9 @@ class DeviceClock:
 
     @contextmanager
     def after(self, mark: Mark) -> Iterator[None]:
-        """Run the work inside after the mark; neither it nor the host that reads its results waits for later work.
+        """Run the work inside `with` after the mark, without a wait for work that the host has queued since the mark.
+
+        A host that reads results of the work inside does not wait for the queued work either.
 
         Collectives inside need a group of their own, because NCCL runs the collectives of a group one after another.
 

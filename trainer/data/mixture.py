@@ -145,7 +145,7 @@ class Mixture:
             part.check(data_streams, seed)
 
     def streams_with_text(self, data_streams: int, seed: int) -> int:
-        """Return with how many streams, at most `data_streams`, each stream of each source has text.
+        """Return a number of streams, at most `data_streams`, for which every stream of every source has text.
 
         It is 0 if a source has no text.
 

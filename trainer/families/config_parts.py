@@ -73,7 +73,7 @@ def renamed(part: Part, names: dict[str, str]) -> Part:
 
     Args:
         part: The part.
-        names: Names there -> names of the part.
+        names: Names in the file -> names of the part.
     """
     known = {ours: there for there, ours in names.items()}
 
@@ -99,7 +99,7 @@ def number(key: str, field: str, missing: float | None = None) -> Part:
     Args:
         key: The key.
         field: Field of `TransformerArgs`.
-        missing: The field's value if the file has no entry or null.
+        missing: The field's value, None too, if the file has no entry or null.
     """
 
     def read(config: Entries) -> Fields:

@@ -74,7 +74,7 @@ class HFFolder:
 
     @property
     def hint(self) -> str:
-        """How to get the folder, as an order that ends a message."""
+        """The advice at the end of an error message: how to get the folder."""
         parts = self.path.parts
         name = "/".join(parts) if len(parts) == 2 and parts[0] != "/" else "ORG/NAME"
         there = f"./{self.path.name}" if name != "ORG/NAME" else self.path
@@ -108,7 +108,7 @@ class HFFolder:
 
     @cached_property
     def entries(self) -> Entries:
-        """The entries of the model of text. If the model reads images too: `text_config`, with outer entries SHARED."""
+        """The entries of the text model. If it reads images too: `text_config`, and the outer entries in SHARED."""
         if not self.reads_images:
             return self.whole_entries
         whole = self.whole_entries.content

@@ -29,7 +29,7 @@ class Preferences(Language):
             Notes for the log.
 
         Raises:
-            ConfigError: The reference does not exist, a feature does not allow pairs, or as in `Language`.
+            ConfigError: The reference does not exist, a setting does not work with pairs, or as in `Language`.
         """
         dataset = "training.dataset = 'preferences'"
         initial = config.checkpoint.initial_load_path

@@ -129,8 +129,8 @@ def check_activation_checkpoint(
         A note if the pipeline makes recomputation expensive, else ().
 
     Raises:
-        ConfigError: The model lacks the layers, no input is left to offload, or recomputation by operator meets a split
-            backward.
+        ConfigError: The model has fewer layers than a setting names, no input is left to offload, a setting needs
+            another mode, or recomputation by operator meets a split backward.
     """
     settings = config.activation_checkpoint
     option = settings.selective_ac_option

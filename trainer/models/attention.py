@@ -105,8 +105,8 @@ class InnerAttention(Cached):
             (B, H, S, D); with `up` (B, H, S, V).
 
         Raises:
-            RuntimeError: A sliding window, sinks or a soft-cap, without a plan; or gradients of more elements than the
-                kernels of GPUs can count.
+            RuntimeError: A sliding window, sinks or a soft-cap needs planned attention; or gradients have more elements
+                than the kernels of GPUs can count.
         """
         if sinks is not None or self.sliding_window is not None or self.softcap is not None:
             raise RuntimeError(

@@ -307,7 +307,7 @@ class ExpertBalance(Observer):
 
     @torch.no_grad()
     def end_step(self, left_out: Tensor) -> None:
-        """Set the loads of the step, update the biases, and set the counts to zero: one collective.
+        """Set the loads of the step, update the biases, and reset the counts. One collective, if there are routers.
 
         A recomputed block counts its tokens twice, which changes no share. If the step has no update, the loads and the
         biases stay unchanged.

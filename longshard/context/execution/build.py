@@ -46,8 +46,8 @@ def build_execution(
 ) -> Execution:
     """Return a plan bound to a kernel and to communicators.
 
-    With NCCL, the first call for a group is a collective, because it makes communicators. Later calls are cheap,
-    because lowered calls are cached.
+    With NCCL and without `waiting`, the first call for a group is a collective, because it makes communicators. Later
+    calls are cheap, because lowered calls are cached.
 
     Args:
         plan: The plan.
@@ -111,8 +111,8 @@ def own_group(group: ProcessGroup, purpose: str, device_type: str) -> ProcessGro
 def same_ranks(group: ProcessGroup, description: str) -> ProcessGroup:
     """Return a new communicator of high priority for the ranks of a group, with the same time-out.
 
-    A collective over the group. If the group can be split, the communicator is split off the group. `new_group` would
-    split the job's group, a collective over all ranks.
+    A collective over the group. If the group can be split, `split_group` makes the communicator: `new_group` would
+    split the group of the job, and all ranks of the job would have to call it.
 
     Args:
         group: The group.

@@ -169,7 +169,7 @@ def attend(q: Tensor, keys: Rows, width: int, up: Tensor, scale: float) -> Atten
     Args:
         q: (B, H, s, N + P).
         keys: The rows.
-        width: W, the channels of a latent.
+        width: W = R + P, the channels of a latent.
         up: (H, N + V, R).
         scale: Factor of the scores.
     """
@@ -308,7 +308,7 @@ def add_rows(total: Tensor, gradient: Tensor, chosen: Tensor) -> None:
     Args:
         total: (B, T, W + D), which is changed.
         gradient: (B, s, k, W + D); or (B, k, W + D) of the first rows of the sequence.
-        chosen: (B, s, k), as in `chosen_rows`. Where it is -1 the gradient is 0. Not used for the first rows.
+        chosen: (B, s, k), as in `chosen_rows`. Where it is -1, the gradient must be 0. Not used for the first rows.
     """
     if gradient.ndim == total.ndim:
         total[:, : gradient.shape[1]] += gradient

@@ -87,7 +87,7 @@ class AttentionShape:
 
     @property
     def key_sizes(self) -> tuple[int, int]:
-        """The elements of the key and value that are sent for a token and key/value head, or of its latent and 0."""
+        """The elements of a key and of a value that a token sends for one head. With a latent: its elements and 0."""
         return (
             (self.head_dim, self.head_dim)
             if self.latent is None
@@ -285,7 +285,7 @@ _TENSORS = {
 def _pieces(
     part: AttentionShape, share: HeadShare, names: tuple[str, ...]
 ) -> Iterator[tuple[bool, int]]:
-    """Yield (whether a row belongs to a key, bytes of a row) for each tensor of one pass. part: sizes of this pass."""
+    """Yield (whether rows have the keys' layout, bytes of a row) for each tensor of a pass. part: sizes of the pass."""
     for name in names:
         if name in ("q", "out"):
             size = part.head_dim if name == "q" else part.value_dim

@@ -119,7 +119,7 @@ def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 @lru_cache(maxsize=4)
 def _steps(needs: Needs, direction: int) -> tuple[int, ...]:
-    """Return the steps of the ring at which some rank has work. Without idle steps, messages hide behind work.
+    """Return the steps of the ring at which some rank has work. Idle steps are left out: no work hides messages.
 
     Cached, because the steps are the same for every rank, and `auto` and `lct plan` plan several ranks.
     """

@@ -52,7 +52,7 @@ class _Rows:
     last: Range
 
     def followed_by(self, other: "_Rows") -> "_Rows | None":
-        """Return both as one stretch; None if a slope changes between them."""
+        """Return both as one stretch; None if `other` does not begin at the end of `self`, or if a slope changes."""
         if other.start != self.start + self.count:
             return None
         for end in (0, 1):

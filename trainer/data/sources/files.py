@@ -193,6 +193,8 @@ class _Matches:
     def _names(self, folder: str, name: str) -> list[str]:
         """Return the sorted names in a folder that match one name of the pattern. Names of links come last.
 
+        A name that begins with a dot matches only a pattern that begins with a dot.
+
         A name without `*`, `?` and `[` is returned as it is, whether it exists or not.
         """
         if name != "**" and not glob.has_magic(name):
