@@ -49,7 +49,7 @@ def longest_sequence(
         at(guess)
     fits = [trial for trial in tried.values() if trial.fits]
     longest = max(fits, key=lambda trial: trial.job.positions, default=None)
-    if all(trial.fits for trial in tried.values()):
+    if tried[max(tried)].fits:
         at(2 * max(tried))
     at_least = 0 if longest is None else longest.job.positions
     beyond = (trial for trial in tried.values() if trial.job.positions > at_least)

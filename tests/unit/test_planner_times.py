@@ -154,6 +154,21 @@ def fake(total, speed: float = 1.0, host: float = 0.0):
     )
 
 
+def test_a_longer_sequence_that_fits_although_a_shorter_one_does_not() -> None:
+    """As when a longer one is recomputed: the second estimate is then of a longer one than all that fit."""
+
+    def estimate(arguments: Sequence[str]) -> SimpleNamespace:
+        n = int(arguments[-1].rpartition("=")[2])
+        fits = n != 2048
+        return SimpleNamespace(
+            job=SimpleNamespace(positions=n), total=n, device=SimpleNamespace(memory=8192), fits=fits
+        )
+
+    longest, beyond = longest_sequence(estimate, [], 2048, 1024, most=4096)
+    assert longest.fits
+    assert beyond.job.positions > longest.job.positions
+
+
 SIZES = (
     lambda n: 20e9 + 60e3 * n,
     lambda n: 10e9 + 40e3 * n + n**2 / 1e2,

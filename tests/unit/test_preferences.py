@@ -1,6 +1,7 @@
 """Laws of pairs of answers: both sides are whole in one sequence, and what cannot be used is one sentence."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from trainer.data.token_files.catalog import catalog_of, open_documents
 from trainer.data.token_files.format import Catalog, TokenFiles
 from trainer.data.tokenizers.tokenizer import Encoded, open_tokenizer
 from trainer.job import ResolvedJob, resolve
+from trainer.job.record import RankMemory
 from trainer.job.summary import summary
 from trainer.tasks.preferences import pair_losses, pairs_of, sums_of_documents
 
@@ -200,6 +202,19 @@ def test_the_summary_says_the_loss_and_a_copy_is_counted(tmp_path: Path, folder:
     assert copied.task.memory(copied).weights > 1.9 * weights
     assert adapted.task.memory(adapted).weights < 1.1 * weights
     assert copied.config.masks_documents
+
+
+def test_the_largest_pipeline_rank_is_the_largest_one_with_the_copy(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = RankMemory(10, 0, 10, 0), RankMemory(15, 0, 0, 0)
+    monkeypatch.setattr("trainer.job.language.memory_of_stage", lambda _, rank: stages[rank])
+    path = write_lines(tmp_path / "a.jsonl", BOTH)
+    copied, adapted = (job(folder, path, *options) for options in ([], ["--lora.rank=2"]))
+    in_two = [replace(each, degrees=replace(each.degrees, pp=2)) for each in (copied, adapted)]
+    assert [each.task.memory(each) for each in in_two] == [RankMemory(20, 0, 10, 0), stages[0]]
+    stages = RankMemory(10, 0, 10, 0), RankMemory(18, 0, 0, 0)
+    assert [each.task.memory(each) for each in in_two] == [RankMemory(36, 0, 0, 0), stages[0]]
 
 
 # ---- losses

@@ -190,16 +190,16 @@ class Language(TaskSpec):
         """
         return job.config.training.seq_len
 
-    def memory(self, job: ResolvedJob) -> RankMemory:
+    def memory(self, job: ResolvedJob, copies: int = 1) -> RankMemory:
         """Return the memory, in bytes, of the pipeline rank with the largest total.
 
         Args:
             job: The resolved job.
+            copies: How many copies of the weights a rank holds.
         """
-        return max(
-            map(partial(memory_of_stage, job), range(job.degrees.pp)),
-            key=lambda memory: memory.total,
-        )
+        stages = map(partial(memory_of_stage, job), range(job.degrees.pp))
+        ranks = (replace(stage, weights=copies * stage.weights) for stage in stages)
+        return max(ranks, key=lambda memory: memory.total)
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
         """Return the paragraphs of the summary by topic.

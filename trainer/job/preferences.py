@@ -1,7 +1,6 @@
 """The task of preferences: make one of two answers to a prompt likelier. Decisions and checks before ranks start."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
@@ -69,17 +68,12 @@ class Preferences(Language):
         return super().check(config, model, degrees)
 
     def memory(self, job: ResolvedJob) -> RankMemory:
-        """Return the memory of the pipeline rank with the largest total, in bytes; a copied reference doubles weights.
+        """Return the memory, in bytes, of the pipeline rank with the largest total. A copied reference doubles weights.
 
         Args:
             job: The resolved job.
         """
-        memory = super().memory(job)
-        return (
-            memory
-            if reference_of(job.config) == "adapters"
-            else replace(memory, weights=2 * memory.weights)
-        )
+        return super().memory(job, copies=1 if reference_of(job.config) == "adapters" else 2)
 
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
         """Return the paragraphs of `Language`, with the loss of pairs and its reference under "loss".
