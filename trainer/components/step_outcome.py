@@ -70,7 +70,7 @@ class StepTotals:
         return 1 - self._sums[:2].isfinite().all().float()
 
     def read(self) -> tuple[float, float, list[float]]:
-        """Wait for the copy; return loss, gradient norm and votes of the whole job. Not a collective.
+        """Return loss, gradient norm and votes of the whole job, after the copy has arrived. Not a collective.
 
         The host waits for no other numbers in a step.
         """
