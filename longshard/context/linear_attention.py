@@ -54,7 +54,7 @@ def operator(
     positions: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `linear_attention`.
+    """Compute `linear_attention`; a collective over the plan's mesh.
 
     Args:
         tokens: q, k, v and log_decay, shaped as in `Tokens`: (B, S, H, K) twice, (B, S, G, V), (B, S, G) or (B, S, G,
@@ -65,7 +65,7 @@ def operator(
         scale: The factor of the outputs.
 
     Returns:
-        As `linear_attention`.
+        As `linear_attention`: the outputs, the bytes that the backward needs, the last state.
     """
     x = Tokens(*tokens, beta, positions, scale)
     place, local = _local(x, plan)

@@ -255,7 +255,10 @@ def whole_along(function: Callable[[Tensor], Any], x: DomainTensor, dim: int) ->
 
 
 def _on_shard(function: Callable[[Tensor], Any], x: Tensor) -> Any:
-    """Return the function of a shard; for a shard without elements, which some libraries refuse, an empty result."""
+    """Return what the function returns for a shard. A shard without elements, which some libraries refuse, gives zeros.
+
+    The zeros have the shape that the function would return.
+    """
     if x.numel() or x.is_meta:
         return function(x)
     shapes = function(torch.empty_like(x, device="meta"))

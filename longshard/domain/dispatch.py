@@ -73,8 +73,8 @@ def rule(
     Args:
         *names: Names of the functions and methods.
         first_only: Whether only the first argument may be sharded; the rule gets other tensors as plain ones.
-        by_element: Whether all ranks' results are new, or all share memory with an argument. Then torch is not called
-            before.
+        by_element: Whether a result shares memory with an argument on all ranks or on none. Then torch's function does
+            not run before, and results are not checked.
         draws: Whether it draws random numbers; the rule is also called for domain tensors that are whole.
     """
 

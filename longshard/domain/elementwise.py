@@ -50,7 +50,10 @@ _IN_PLACE = frozenset(
 
 @rule(*_NAMES.split(), *_IN_PLACE, by_element=True)
 def elementwise(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Return the function of the shards, after they are brought to one layout.
+    """Return the result of a function on this rank's parts of the operands, sharded as `common_domain` says.
+
+    Operands of other layouts are moved first, as in `own_part`: a collective. A function that changes its first
+    operand in place returns this operand.
 
     Args:
         function: The function.

@@ -106,6 +106,8 @@ class ModelWatch(ExitStack):
     def on_attention(self, call: Call) -> str | None:
         """Return why a call cannot be context parallel, by rules that give every rank the same result; None if it can.
 
+        If `on_shift` has refused a call, return that refusal. The positions of the call are checked as by `see`.
+
         Args:
             call: The attention call.
         """

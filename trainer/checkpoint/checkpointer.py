@@ -129,7 +129,8 @@ class Checkpointer:
     def load(self) -> tuple[int, int]:
         """Return (steps done, tokens seen), after resuming from the checkpoint that the configuration names.
 
-        A collective. A run without a checkpoint of its own starts from `checkpoint.initial_load_path`.
+        A collective. A run without a checkpoint of its own starts from `checkpoint.initial_load_path`, if it is set.
+        If only weights are loaded, or nothing, the result is (0, 0).
 
         Raises:
             SharedConfigError: On every rank, if a checkpoint is missing, unreadable, or of another model or other data.
@@ -342,7 +343,7 @@ class Checkpointer:
     def _save_in_background(
         self, tensors: Mapping[str, Tensor], saving: Mapping[str, Any]
     ) -> Future:
-        """Copy the tensors; return a future that is done when a thread has saved the copies with these arguments."""
+        """Start to copy the tensors; return a future that ends when a thread has saved the copies with `saving`."""
         copies = self._copies
         if copies is None:
             return dcp.async_save(tensors, **saving)

@@ -163,7 +163,7 @@ def job_of(args: argparse.Namespace, *, command: str) -> ResolvedJob:
     Its sequence length is rounded down, so that the ranks can divide it.
 
     Args:
-        args: The options of the command line. Missing options of sampling are set by the model's folder.
+        args: The options of the command line. Missing options of sampling are filled in place, from the model's folder.
         command: The command, for messages.
 
     Raises:

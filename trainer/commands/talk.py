@@ -209,7 +209,9 @@ class Talk:
         return kept, prompt, left_out
 
     def answer(self, prompt: Sequence[int], tokens: Sequence[int]) -> dict[str, str]:
-        """Return the answer of the model as a message. A mark of reasoning at the end of the prompt opens the answer.
+        """Return the answer of the model as a message, with the keys `role` and `content`.
+
+        If the prompt ends with a mark of reasoning, the content begins with this mark.
 
         Args:
             prompt: The tokens of the prompt.

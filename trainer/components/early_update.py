@@ -51,10 +51,10 @@ class EarlyUpdates:
                 module.register_forward_pre_hook(self._called, prepend=True)
 
     def start(self) -> None:
-        """Begin the last forward and backward of a step.
+        """Let the next forward and backward update parameters. Call it before the last micro-batch of each step.
 
         Raises:
-            RuntimeError: An earlier step has failed in its middle.
+            RuntimeError: An earlier step failed after it had updated some parameters.
         """
         if self._versions:
             raise RuntimeError(
@@ -67,14 +67,17 @@ class EarlyUpdates:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Wait for the updates; inside, only the other parameters have gradients. Afterwards all have them again.
+        """Wait for the updates, and hide the gradients of the updated parameters inside the context.
+
+        The optimizer then updates only the parameters that still have gradients. The hidden gradients come back at
+        the end, unless the block raises.
 
         Yields:
             None.
 
         Raises:
-            Exception: The exception of an update.
-            RuntimeError: A gradient has changed since its parameter was updated.
+            Exception: The exception of an update, on entry.
+            RuntimeError: A gradient has changed since its parameter was updated, on entry.
         """
         self._counts = False
         jobs = self._jobs

@@ -70,7 +70,10 @@ class StepTotals:
         return 1 - self._sums[:2].isfinite().all().float()
 
     def read(self) -> tuple[float, float, list[float]]:
-        """Return loss, gradient norm and votes of the whole job: the only numbers that the host waits for in a step."""
+        """Return loss, gradient norm and votes of the whole job, after the copy has arrived. Not a collective.
+
+        The host waits for no other numbers in a step.
+        """
         if self._arrived is not None:
             self._arrived.synchronize()
         loss, squares, *votes = self._host.tolist()

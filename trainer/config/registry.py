@@ -68,7 +68,7 @@ TASK_OF_DATASET: Registry[str] = Registry("data set")
 
 
 def with_tables(schema: type, imports: Iterable[str]) -> type:
-    """Return the schema with the tables that packages have added.
+    """Return the schema with the tables that the packages in `imports` have added.
 
     Args:
         schema: The class of the configuration.

@@ -85,7 +85,7 @@ def load_toml(path: Path, asked: str = "") -> dict[str, Any]:
 
 
 def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield a file and its content, then its base and the content of the base, and so on.
+    """Yield a file and its content, then its base and the content of the base, and so on. No content has a key `base`.
 
     Args:
         path: The file.

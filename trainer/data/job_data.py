@@ -119,7 +119,7 @@ def open_training_data(
 
     Args:
         config: The configuration of the run.
-        catalogs: One catalog for each of `training_data`, None to find them.
+        catalogs: One catalog for each of `training_data`, as in `open_text`. None: no catalogs.
 
     Returns:
         The data set.

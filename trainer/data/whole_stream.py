@@ -51,7 +51,8 @@ class TooLong:
     def pieces(self, sample: Sample, seq_len: int) -> list[Sample]:
         """Return the used part of a conversation as a list of one sample; an empty list if no label is used.
 
-        A conversation longer than a sequence is counted in `left_out`.
+        A conversation longer than a sequence is counted in `left_out`. It is dropped, or cut after its last answer
+        that fits. A pair is never cut, and is dropped if one part has no label.
 
         Args:
             sample: The conversation.

@@ -189,7 +189,7 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
 
 
 def write_local_tables(args: Any, otherwise: float) -> dict[str, Any]:
-    """Return the entry `rope_parameters` with the rotary tables of layers without and with a window.
+    """Return a dict with one key, `rope_parameters`: the rotary tables of layers without and with a window.
 
     Args:
         args: The arguments of the model.

@@ -131,7 +131,9 @@ class Language(TaskSpec):
     def decide(
         self, config: JobConfig, model: DecoderArgs, device_type: str, *, node: int
     ) -> TaskDecisions:
-        """Return pipeline, attention, kernel and head degree.
+        """Return pipeline, attention, the reason of its method, kernel and head degree.
+
+        If attention is plain and causal on one rank, only the pipeline is set.
 
         Args:
             config: The configuration of the run.
@@ -204,8 +206,8 @@ class Language(TaskSpec):
     def describe(self, job: ResolvedJob) -> Mapping[str, str]:
         """Return the paragraphs of the summary by topic.
 
-        The topics are data, experts, pipeline, attention, linear attention, loss and offloaded inputs. The paragraph of
-        a topic that the job lacks is empty.
+        The topics are "data", "experts", "pipeline", "attention", "linear", "loss" and "offloaded". The paragraph of a
+        topic that the job lacks is empty.
 
         Args:
             job: The resolved job.

@@ -36,7 +36,7 @@ def resolve_sparse(config: JobConfig) -> tuple[ContextParallelOptions | None, st
         The options, None for one rank without documents and chunks; and the reason in words, "" without options.
 
     Raises:
-        ConfigError: A setting is for attention by a plan.
+        ConfigError: Sparse attention does not support a setting of context parallelism.
     """
     parallelism = config.parallelism
     for key, values in _POSSIBLE.items():

@@ -76,7 +76,7 @@ def expert_units(
     """Return how FSDP shards experts, over all ranks that have tokens for them. None without expert parallelism.
 
     The `efsdp` ranks divide the experts of a rank. If the number of experts cannot be divided, they divide the rows of
-    each expert. It makes a group for reduce-scatters: a collective of all ranks.
+    each expert. With expert parallelism the call makes a group for reduce-scatters: a collective of all ranks.
 
     Args:
         experts: Block -> its experts.

@@ -185,7 +185,7 @@ class Owners:
     def gather(
         self, this: RankRound, part: Callable[[int, Range], Tensor]
     ) -> Callable[[], Tensor]:
-        """Start sending this rank's pieces of matrices to their owners. A collective.
+        """Start sending this rank's pieces of matrices to their owners. A collective, if `this.gathers`.
 
         Args:
             this: The round.
@@ -216,7 +216,7 @@ class Owners:
     def give_back(
         self, this: RankRound, results: Tensor
     ) -> Callable[[], Iterator[tuple[Matrix, Range, Tensor]]]:
-        """Start sending results to all ranks that have the rows, also replicas. A collective.
+        """Start sending results to all ranks that have the rows, also replicas. A collective, if `this.returns`.
 
         Args:
             this: The round.

@@ -241,9 +241,10 @@ class ParallelDims:
         return group
 
     def own_group(self, name: str, purpose: str) -> ProcessGroup | None:
-        """Return a group of a mesh's ranks for one purpose alone. None for one rank. A collective of all ranks.
+        """Return a group of a mesh's ranks for one purpose alone; None if the mesh has one rank.
 
-        NCCL runs the operations of a communicator one after another. A second call returns the same group.
+        NCCL runs the operations of a communicator one after another. The first call makes the group: a collective of
+        all ranks, unless the mesh has one rank. A second call returns the same group.
 
         Args:
             name: Name of the mesh.

@@ -70,7 +70,8 @@ class Validation:
     def sequences(self) -> Iterator[PackedSequence]:
         """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them; 0: all.
 
-        Every rank and every validation gets the same sequences.
+        The sequence that continues with the first document is left out. Every rank and every validation gets the same
+        sequences.
         """
         order = Shuffled(range(self._data.items), stream=0, seed=0)
         stream = self._data.packed(order, self.seq_len)

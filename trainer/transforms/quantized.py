@@ -127,7 +127,7 @@ def unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         packed: A rank's packed weight, (outputs, numbers).
-        dtype: The dtype of the result. The values are of float32 or a narrower dtype.
+        dtype: The dtype of the result. If it is float64, the weight is computed in float32.
     """
     blocks = _blocks(packed.contiguous())
     codes = blocks[:, :_CODES].contiguous()

@@ -170,7 +170,8 @@ class ChunkExecution(StagedExecution):
     def _return_gradients(self, item: Item, gradient: Tensor) -> Returning:
         """Add the gradients of a stage of an earlier chunk to that chunk's waiting sums.
 
-        If the stage is this chunk's own, add the gradients from later chunks to `gradient` in place.
+        If the stage is this chunk's own, add the gradients from later chunks to `gradient` in place. The returned
+        record is empty, as nothing is sent.
         """
         for message in item.stage.home:
             self.waiting.add((self.layer, message.target), message.ranges, gradient)

@@ -112,7 +112,8 @@ class HeadExchange:
         Args:
             *qkv: This rank's rows: q (B, H, S, D), k and v (B, K, T, D).
             terms: The scale, and optional inputs.
-            keep: Whether to also return the bytes of q, k, v and of the results, for all rows of this rank's heads.
+            keep: Whether to also return all rows of this rank's heads as two 1-D tensors of bytes: the bytes of q, k
+                and v, and the bytes of the results.
 
         Raises:
             ContextParallelError: keep, and the keys have another layout than the queries, or are latents.
@@ -279,7 +280,7 @@ class HeadExchange:
     ) -> tuple[PackedRows, Tensor, Pending]:
         """Start the exchange from my rows of all heads, (B, H, S, ...), to all rows of my heads.
 
-        Return the layout of the message, the message of all ranks and the handle.
+        Return the layout of the message, the buffer for the messages from all ranks, and the handle.
         """
         degree = self.plan.head_degree
         here = self.group.rank()

@@ -55,9 +55,9 @@ def conversation(content: bytes, where: Where) -> Conversation | BadRecord:
         where: Returns the place of the line, for messages.
 
     Returns:
-        A dict with `messages`, or `prompt` and `answer`; and `where`. With messages, also `tools` and `values`, if the
-        line has them; `values` are arguments of the template (`chat_template_kwargs`). A message of weight 0 is not
-        learned. A `BadRecord` if the line is no conversation, or has no answer to learn.
+        A dict with `messages`, or `prompt` and `answer`; and the function `where`. With messages, also `tools` and
+        `values`, if the line has them; `values` are arguments of the template (`chat_template_kwargs`). A message of
+        weight 0 is not learned. A `BadRecord` if the line is no conversation, or has no answer to learn.
     """
     try:
         return _checked(content) | {"where": where}

@@ -269,7 +269,7 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
         data_streams: The configured number of streams, None for the default.
 
     Raises:
-        ConfigError: As `files_of`; or there are no data, the first document is bad, or `data_streams` does not fit.
+        ConfigError: As `files_of`; there are no data; the first one is bad and not to be skipped; or too many streams.
     """
     source = source_of(settings)
     files = files_of(settings)

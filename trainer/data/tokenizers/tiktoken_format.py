@@ -84,7 +84,7 @@ class TiktokenTokenizer(Tokenizer):
         ]
 
     def encode_with_places(self, text: str, *, special: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return token ids and the characters [start, stop) of each token; see `Tokenizer.encode_with_places`.
+        """Return token ids, (n,), and the characters [start, stop) of each, (n, 2); see `Tokenizer.encode_with_places`.
 
         A character that two tokens share is in the characters of both.
 

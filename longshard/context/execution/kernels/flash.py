@@ -46,7 +46,7 @@ def newer_flash(head_dim: int) -> FlashPackage | None:
 
 
 def gpu_capability() -> tuple[int, int] | None:
-    """Return the compute capability of the current GPU of NVIDIA; None if there is no GPU."""
+    """Return the compute capability of the current NVIDIA GPU; None on other GPUs and on CPUs."""
     return (
         torch.cuda.get_device_capability()
         if torch.cuda.is_available() and torch.version.cuda
