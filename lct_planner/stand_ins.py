@@ -58,7 +58,7 @@ def kernel_of_one_rank(operator: str, package: FlashPackage | None) -> str:
 
 
 def stand_ins() -> dict[str, Callable[..., Any]]:
-    """Return the functions that replace PyTorch's operators, by qualified name."""
+    """Return the functions that a trace calls in place of PyTorch's operators, by name, such as `aten::addmm`."""
     replacements = {"aten::_efficient_attention_backward": _efficient_backward}
     # PyTorch up to 2.11 takes the type of a product's result for a number.
     if decomposition_table[_aten.addmm.dtype_out] is decomposition_table[_aten.addmm.default]:

@@ -46,7 +46,7 @@ class Device:
 
         Args:
             quantity: For example "products", or "attention_forward KERNEL" for a kernel. A kernel without a share of
-                its own has the share of `attention_forward`.
+                its own has the share of its direction, here `attention_forward`.
         """
         direction, _, kernel = quantity.partition(" ")
         if kernel:

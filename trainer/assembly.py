@@ -96,7 +96,10 @@ class Assembly:
         raise_on_all_ranks(self._check_machine)
 
     def _check_machine(self) -> None:
-        """Check that this machine can run the job; the first rank saves the configuration."""
+        """Check that this machine has what the job uses; then the first rank saves the configuration.
+
+        That is a compiler, float8, the package for quantised weights, and memory snapshots.
+        """
         check_compiler(self.job.compilation, self.device)
         has_parameters = self.job.model.norms_have_parameters
         check_float8_machine(

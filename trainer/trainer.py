@@ -175,7 +175,7 @@ class Trainer(Assembly):
         Args:
             batch: The micro-batch.
             valid: Number of targets of the whole step, over all ranks, a scalar.
-            last: Whether it is the last micro-batch of the step.
+            last: Whether it is the last micro-batch of the step: only then are gradients summed over replicas.
 
         Returns:
             For each sample the sum of losses on this rank, (B,), float64, and the number of targets of the whole

@@ -212,7 +212,10 @@ class ChunkedPass:
         return self._run_maps if self._place.has_runs else [None] * len(self._place.lengths)
 
     def maps(self) -> Tensor:
-        """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K), or V + 1 if diagonal."""
+        """Return the affine maps of the fragments, [bias | transition]: (B, F, H, K, V + K).
+
+        A diagonal transition is one column: (B, F, H, K, V + 1).
+        """
         x = self._chunks.x
         v_dim = self.shape[-1]
         columns = v_dim + (1 if x.beta is None else x.k.shape[-1])

@@ -284,7 +284,8 @@ def _concatenated(function, tensors, dim=0) -> DomainTensor:
 def _sliced(function, x, index) -> DomainTensor:
     """Index by slices, numbers, None, an ellipsis and tensors of numbers.
 
-    Rows of slices stay on their rank. If a number indexes a sharded dimension, every rank gets a copy of the row.
+    Rows of slices stay on their rank. A number that indexes a sharded dimension is a collective: every rank gets a copy
+    of the row.
     """
     index = index if isinstance(index, tuple) else (index,)
     index = tuple(torch.tensor(i, device=x.device) if isinstance(i, list) else i for i in index)

@@ -33,7 +33,9 @@ def slide(
     learned: tuple[int, Tensor, Tensor | None] | None = None,
     periodic: bool = False,
 ) -> DomainTensor:
-    """Return the function of the windows of x, put together from tiles. Exchanges come before local dimensions.
+    """Apply `function` to the windows of x, tile by tile, and return the result put together.
+
+    A collective if a dimension with windows is divided. Divided dimensions come before local ones.
 
     Args:
         x: The tensor, any shape.

@@ -176,7 +176,8 @@ class Interception(TorchFunctionMode):
     def _agree(self, refusal: str | None) -> None:
         """Raise ContextParallelError if this rank refuses, or others do, or the ranks' positions do not fit together.
 
-        A collective if the watch `has_news`, as at the first call and after new positions. This clears `has_news`.
+        If the watch `has_news`, as at the first call and after new positions, it is a collective. Then `has_news` is
+        cleared, unless only other ranks refuse. Without news only this rank's own refusal raises.
         """
         if self._watch.has_news:
             mesh = self._live.mesh

@@ -29,7 +29,9 @@ def depends_on_length(module: nn.Module) -> bool:
 def lengthened(
     mesh: DeviceMesh, module: nn.Module, args: tuple, kwargs: dict
 ) -> tuple[tuple, dict]:
-    """Return a rotary module's arguments with the largest position of all ranks appended; a collective.
+    """Return a rotary module's arguments with one more position in `position_ids`: the largest of all ranks.
+
+    A collective. The table then has one row more, which `shortened` removes.
 
     Args:
         mesh: The 1-D mesh of the ranks.

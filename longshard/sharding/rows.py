@@ -187,7 +187,7 @@ def _has_copies(pieces: Pieces) -> bool:
 
 
 def put_together(x: Tensor, pieces: Pieces, dim: int) -> Tensor:
-    """Return the rows that pieces of a dimension name. Differentiable; sends nothing.
+    """Return the pieces of a dimension, one after another: rows of the shard, or zeros. Differentiable; sends nothing.
 
     Args:
         x: The shard of this rank, any shape.

@@ -249,7 +249,7 @@ class Checkpointer:
         return float(seconds is not None and time.monotonic() - self._saved_at >= seconds)
 
     def due(self, step: int) -> bool:
-        """Return whether the settings save `step`, regardless of votes, and of whether it is the last or the best step.
+        """Return whether the settings save `step`. Votes, the last step and the best step do not count here.
 
         Args:
             step: Number of the step.

@@ -103,7 +103,7 @@ class Reader(FileSystemReader):
         return self._metadata
 
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
-        """Return the archive of one tensor; raise ValueError if its check sum is wrong. `torch.load` ignores it."""
+        """Return the archive of one tensor. Raise ValueError if a check sum is wrong, which `torch.load` ignores."""
         content = self._folder.part(file, sinfo.offset, sinfo.length)
         with zipfile.ZipFile(content) as archive:
             if archive.testzip() is not None:

@@ -194,7 +194,7 @@ def main(argv: list[str]) -> int:
     """Run `data show [FILE] [options] [--table.key value ...]`.
 
     Args:
-        argv: The words of the command line, without the command.
+        argv: The words after `lct data`. The first one is `show`, or asks for help.
 
     Returns:
         The exit code.

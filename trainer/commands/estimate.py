@@ -163,7 +163,11 @@ def _searched(
     seq_len: int,
     ranks: int,
 ) -> Estimate:
-    """Return the estimate of the job, or of the settings that --suggest or --max-seq-len searches."""
+    """Return the estimate of the job; with --suggest or --max-seq-len, print a search and return its best estimate.
+
+    --suggest OUT.toml also writes the best settings, and raises a ConfigError if none fit. If no length fits,
+    --max-seq-len returns the estimate of the shortest one.
+    """
     if options.suggest is not None:
         return _suggest(estimator, arguments, ranks, options.suggest)
     if options.max_seq_len:

@@ -120,7 +120,10 @@ def in_millions(number: int) -> str:
 
 
 def _checked(value: object, kind: Any, *, infinite: bool = False) -> object | None:
-    """Return `value` as a `kind`, None if it is not one."""
+    """Return `value` as a `kind`, None if it is not one. The dataclass of a table may raise ConfigError.
+
+    infinite: whether `value` may be inf. nan and -inf are never allowed.
+    """
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
     if get_origin(kind) is tuple:

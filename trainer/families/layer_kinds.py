@@ -179,7 +179,7 @@ def with_windows(kinds: Sequence[LayerKind], every: int) -> tuple[LayerKind, ...
 def configured_fields(args: Any, settings: Model) -> dict[str, Any]:
     """Return the fields of a decoder's arguments that the settings decide, with their values.
 
-    Some of these fields are there even if their values do not change.
+    Some fields, such as `norm_type`, are always in the result, even if their value stays the same.
 
     Args:
         args: The arguments of the flavor.

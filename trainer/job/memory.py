@@ -124,7 +124,7 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
 
     Args:
         model: The arguments of the model.
-        tp: The tensor-parallel degree. Sizes are one rank's part, but sizes of experts are whole.
+        tp: The tensor-parallel degree. Sizes are of one tensor-parallel rank; only experts count whole.
     """
     gates = {"gate", "shared_gate", *getattr(getattr(model, "linear", None), "gates", ())}
     names = dict(weight_shapes(model, tp))

@@ -260,7 +260,7 @@ class _Arrived(torch.autograd.Function):
 def _combined(sums: Tensor, plan: DispatchPlan) -> Tensor:
     """Send the sums of all ranks' experts back to the owners of the tokens: a collective.
 
-    Returns this rank's tokens, (N, dim), each the total of its sums.
+    Returns (N, dim): for each token of this rank, the total of the sums that the ranks of its experts computed.
     """
 
     def combine(sums: Tensor) -> Tensor:

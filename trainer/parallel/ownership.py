@@ -314,7 +314,7 @@ def rounds_of(parameters: Sequence[tuple[Boxes, int, tuple[Ranges, ...]]]) -> li
 
 
 def _pieces_of(boxes: Boxes, rows: Ranges) -> tuple[Piece, ...]:
-    """Return the piece in each box of the matrix that the parameter's rows `rows` form; none for an empty part."""
+    """Return the pieces of one matrix, the rows `rows` of a parameter: one for each box that has a part of it."""
     pieces = (
         (tuple(common_parts(rows, Offsets(box.rows))), box, ranks)
         for box, ranks in boxes.items()

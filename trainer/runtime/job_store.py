@@ -269,10 +269,11 @@ class _Waiting:
         return [rank for rank in range(self.nodes.count) if not store.check([f"node/{rank}"])]
 
     def pause(self, store: "TCPStore | None", reason: str = "") -> None:
-        """Wait a moment, and print a line if it is time. store: None if the first node cannot be reached.
+        """Wait a moment, and print a line if it is time. store: None if the first node cannot be reached, for `reason`.
 
         Raises:
-            NodesMissing: The time is over. Other nodes wait a little longer than the first, because its verdict counts.
+            NodesMissing: The time is over. A node that has reached the first node waits a little longer than the first
+                node, because the first node's verdict counts.
         """
         time.sleep(_PAUSE_SECONDS)
         nodes = self.nodes

@@ -249,7 +249,9 @@ class Watchdog:
         self._started = time.time() - 2
 
     def ended(self, rank: int | None, code: int) -> bool:
-        """Return whether a watchdog ended this rank: by SIGABRT, with a flight record no older than the job.
+        """Return whether a watchdog ended this rank: by SIGABRT, with a flight record that this job has written.
+
+        Without a folder of flight records: False.
 
         Args:
             rank: The rank. None: any rank; the record of any rank counts.

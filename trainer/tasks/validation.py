@@ -68,10 +68,10 @@ class Validation:
         return last or step % self.settings.freq == 0
 
     def sequences(self) -> Iterator[PackedSequence]:
-        """Yield whole packed sequences of one pass over the documents, at most `validation.sequences` of them; 0: all.
+        """Yield packed sequences of one pass over the documents: at most `validation.sequences`, or all if it is 0.
 
-        The sequence that continues with the first document is left out. Every rank and every validation gets the same
-        sequences.
+        The last sequence is left out if it would continue with the first document again. Every rank and every
+        validation gets the same sequences.
         """
         order = Shuffled(range(self._data.items), stream=0, seed=0)
         stream = self._data.packed(order, self.seq_len)

@@ -78,8 +78,8 @@ def apply_lora(
         model: The model or stage, changed in place.
         settings: Table `[lora]`.
         seed: Seed of the dropout.
-        quantized_for: With `settings.quantize`, the dtype in which FSDP gathers parameters. None: weights keep their
-            shapes, as files have them.
+        quantized_for: The dtype in which FSDP gathers parameters; packed ones replace the weights that
+            `settings.quantize` names. None: nothing is packed, and weights keep the shapes that files have.
     """
     if not settings.rank:
         return

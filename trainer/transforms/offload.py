@@ -182,7 +182,7 @@ class RecomputedInput:
         return self.tensor
 
     def take(self) -> Any:
-        """Return the input, and fetch the input of the block before if that block is the group's first."""
+        """Return the input, and drop it here. If the block before is the first of its group, fetch its input, too."""
         tensor = self.on_device()
         self.tensor = None
         self.before.fetch()

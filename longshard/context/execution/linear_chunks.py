@@ -270,7 +270,7 @@ class Chunks:
         ends: KnownStates,
         maps: Sequence[Tensor | None],
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the additions of tokens, (B, H, N, C, V), and of the states after all chunks.
+        """Return the gradients of the additions of tokens, (B, H, N, C, V), and of the state after each chunk.
 
         The first result is the first tensor of `read`, changed in place. `ends` gets the gradient of the state before
         each fragment, the last fragment first.

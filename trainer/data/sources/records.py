@@ -71,7 +71,7 @@ def lines_of(
     Lines keep their line break.
 
     Args:
-        file: The file; it may be compressed.
+        file: The file. It may be compressed if `start` is 0.
         start: First byte in which a line may begin, from 0. A line that begins before is skipped.
         stop: Byte from which on no line begins; None for the end.
 

@@ -318,7 +318,10 @@ def _window(relation: Relation, extra: int) -> dict[str, int]:
 
 
 def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors of one shape with the same strides; copies if they have others."""
+    """Return two tensors of one shape with the same strides. If they differ, b is copied to the strides of a.
+
+    If there are gaps between the rows of a, a is copied, too.
+    """
     if a.stride() == b.stride():
         return a, b
     # b gets the strides of a, unless there are gaps between the rows of a
