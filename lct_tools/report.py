@@ -167,7 +167,10 @@ def _html(figure: Any, title: str, *, with_script: bool = False) -> str:
 
 
 def _times(runs: Sequence[Run]) -> str:
-    """Return HTML with bars: the median time of a step after the first one, and the predicted times of its parts."""
+    """Return HTML with bars: the median time of a step without the first one, and the predicted times of its parts.
+
+    The median is divided into waiting for data and computing.
+    """
     import plotly.graph_objects as go
 
     bars: dict[str, dict[str, float]] = {}

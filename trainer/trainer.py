@@ -149,9 +149,9 @@ class Trainer(Assembly):
     def take_batches(self, step: int) -> list[Batch]:
         """Return the micro-batches of a step.
 
-        The first step of a run is a collective: all ranks raise if one cannot read. The ranks of a data-parallel rank
-        also check that they read the same batch. Later steps need no collective, because the totals of the step before
-        have reported reading errors.
+        The first step of a run is a collective: all ranks raise if one cannot read. Ranks that share a data-parallel
+        coordinate also check that they read the same batch. Later steps need no collective: a reading error is in the
+        totals of the step before, and ends the run before this call.
 
         Args:
             step: Number of the step.

@@ -285,7 +285,8 @@ class _Call:
     def returned(self, gradient: Tensor) -> Tensor:
         """Return the sums of the gradients of this rank's rows, (B, S, C), from gradients of all rows in one exchange.
 
-        For a chunk nothing is exchanged: hold the gradients of earlier chunks' rows, and release the chunk's own rows.
+        For a chunk nothing is exchanged. The gradients of earlier chunks' rows are kept for these chunks. The result is
+        the gradient of the chunk's own rows, with the gradients that later chunks have kept for it.
         """
         if self.live is None:
             return gradient

@@ -284,8 +284,8 @@ def call(function: Callable, *args: Any, **kwargs: Any) -> Any:
         **kwargs: Its keyword arguments.
 
     Raises:
-        DomainOperatorError: A tensor is sharded, and the function has no rule, or gets `out`. Or a tensor may be a
-            copy where torch has a view, and the viewed tensor has been changed in place.
+        DomainOperatorError: A tensor is sharded, and the function has no rule, or gets `out`. Or an argument may be a
+            copy where torch would have a view, and the tensor that it would view has been changed in place since.
     """
     leaves = [*flat((args, kwargs))]
     tensors = [x for x in leaves if isinstance(x, DomainTensor)]

@@ -103,7 +103,8 @@ def _dims_of(mask: AnyTensor, x: AnyTensor) -> int:
 def _layout_of_shown(counts: torch.Tensor, axis: Axis) -> AxisLayout:
     """Return which rank has which of the rows that a mask selects; a collective.
 
-    counts: the selected rows at each row of this rank, (blocks, rows of this rank).
+    counts: how many elements the mask selects in each row of this rank, (blocks, rows of this rank). A block is one
+    index of all dimensions before the sharded one.
     """
     ranges = sorted(
         (start, stop, rank)

@@ -152,7 +152,11 @@ def _attend_axes(q: Tensor, k: Tensor, v: Tensor, axes: list, scale: float | Non
 
 
 def _checked_domain(q: Any, k: Any, v: Any) -> Domain:
-    """Check shapes and domains; return the domain of the result."""
+    """Return the domain of the result: each dimension has the layout of the first of q, k, v that is sharded there.
+
+    Raises:
+        ValueError: The shapes do not fit, or the heads or their elements are sharded.
+    """
     fits = (
         q.ndim == k.ndim == v.ndim in (4, 5, 6)
         and q.shape[:-2] == k.shape[:-2]

@@ -33,7 +33,7 @@ def slide(
     learned: tuple[int, Tensor, Tensor | None] | None = None,
     periodic: bool = False,
 ) -> DomainTensor:
-    """Apply `function` to the windows of x, tile by tile, and return the result put together.
+    """Return the results of `function` on the windows of x, computed tile by tile and put together.
 
     A collective if a dimension with windows is divided. Divided dimensions come before local ones.
 

@@ -162,8 +162,9 @@ def _convolution(where: Where, hidden_states, weight, bias, activation, **_: Any
 def _delta_rule(
     where: Where, query, key, value, g, beta, **options: Any
 ) -> tuple[Tensor, None]:
-    """Compute the gated delta rule over all ranks.
+    """Compute the gated delta rule over all ranks; return the outputs, and None in place of a final state.
 
+    Of the options, only `use_qk_l2norm_in_kernel` is used.
     query, key: (B, S, H, K); value: (B, S, G, V); g: (B, S, G) or (B, S, G, K); beta: (B, S, G) -> (B, S, G, V).
     """
     if options.get("use_qk_l2norm_in_kernel"):
@@ -193,9 +194,10 @@ def _mamba2(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
 
 
 def _mamba1(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
-    """Compute the scan of Mamba over all ranks; a channel is a head.
+    """Compute the scan of Mamba over all ranks. Each channel is a head of size 1.
 
-    hidden_states, dt, z: (B, C, S); A: (C, N); B, C: (B, N, S); D: (C,) -> (B, C, S).
+    hidden_states, dt: (B, C, S); A: (C, N); B, C: (B, N, S) -> (B, C, S). options: `delta_bias`, `delta_softplus`,
+    z, (B, C, S), and D, (C,), as in transformers.
     """
     x = hidden_states
     bias, D, z = options["delta_bias"], options["D"], options["z"]

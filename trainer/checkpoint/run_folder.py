@@ -63,13 +63,15 @@ def prepare(config: JobConfig, folder: Store) -> None:
 
 
 def best_before(folder: Store) -> bytes:
-    """Return the step and the loss of the best checkpoint of the run's history, as JSON; 0 and Infinity without one.
+    """Return `[step, loss]` of the best checkpoint in the folder, as JSON.
+
+    Without one, or if its record is damaged, the result is `[0, Infinity]`.
 
     Args:
         folder: The folder of checkpoints.
 
     Raises:
-        ConfigError: The file is unreadable.
+        ConfigError: The file of the record is there, and cannot be read.
     """
     try:
         return json.dumps(best_saved(folder) or (0, math.inf)).encode()

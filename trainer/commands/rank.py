@@ -192,8 +192,8 @@ def _left_early(reports: "Reports", error: SystemExit) -> int:
 def _report_lost_peers(reports: "Reports", error: Exception) -> None:
     """Report the failure of another rank, if it is this rank's turn; then wait, so that other ranks end first.
 
-    When the first rank has ended, a launcher ends all other ranks. The first one should be the failed rank, or else
-    the rank that prints the report.
+    A launcher ends all ranks as soon as one has ended. So this rank sleeps before it returns, and sleeps longer if
+    another rank prints the report.
     """
     started = time.monotonic()
     line = reports.lost(error)

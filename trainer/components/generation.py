@@ -40,7 +40,7 @@ class Sampling:
 
         Args:
             logits: (V,).
-            generator: The source of random numbers.
+            generator: The source of random numbers, on the CPU. Not used at temperature 0.
 
         Returns:
             The id of the token.

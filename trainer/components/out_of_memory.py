@@ -27,7 +27,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
-    """Add the settings that need less memory to an out-of-memory error from inside.
+    """Add the settings that need less memory to an error from inside, if memory of the GPU or the host is full.
+
+    Such an error becomes a torch.OutOfMemoryError with its first line and the settings. Other errors pass unchanged.
 
     Args:
         job: The resolved job.
@@ -36,7 +38,7 @@ def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
         None.
 
     Raises:
-        torch.OutOfMemoryError: The error, with these settings.
+        torch.OutOfMemoryError: Memory is full.
     """
     try:
         yield

@@ -59,7 +59,7 @@ class Degrees:
         """Return the degree of each dimension of the mesh, by name, also degrees of 1.
 
         Context parallelism has the dimensions "cp_ring" and "cp_a2a", or else the axes of a field. A model with
-        experts also has "efsdp" and "ep", which divide ranks of the other dimensions again.
+        experts also has "efsdp" and "ep": they divide dp_shard x cp x tp again, and are no further factors.
         """
         sizes = {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "tp")}
         if self.ep is not None:

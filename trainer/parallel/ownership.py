@@ -343,8 +343,11 @@ def _boxes(parameter: Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxe
     key = shape, mesh_shape, tuple(grid), placements
     if key not in known:
         if sorted(grid) != sorted(ranks):
+            problem = (
+                f"a parameter of shape {shape} lies on the ranks {grid}, not {list(ranks)}"
+            )
             raise ValueError(
-                f"a parameter lies on the ranks {grid}, and its owners are to be among {list(ranks)}"
+                f"{problem}; shard or replicate it over these, as fully_shard does"
             )
         numbers = {rank: number for number, rank in enumerate(ranks)}
         box_ranks = defaultdict(list)

@@ -31,7 +31,8 @@ def best_saved(folder: Store) -> tuple[int, float] | None:
 def mark_best(folder: Store, step: int, loss: float | None) -> None:
     """Record a new checkpoint as the best one so far, if `loss` is not None.
 
-    If the best checkpoint was of this step, in another history, the new checkpoint has replaced it: remove the record.
+    If `loss` is None and the record names this same step, the record is of an older checkpoint, which the new one has
+    replaced: remove it.
 
     Args:
         folder: The folder of checkpoints.

@@ -156,8 +156,8 @@ def _assigned(
 def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarray:
     """Return the target cost of the ranks of each micro-batch, (micro_batches,).
 
-    Micro-batch i begins with document i * ranks. If this document takes longer than the equal target, its cost is the
-    target of the micro-batch, and the other micro-batches have lower targets. All other targets are equal.
+    Micro-batch i begins with document i * ranks. If this document alone costs more than an equal share, its cost is the
+    target of the micro-batch. The other micro-batches divide the remaining cost equally.
 
     Args:
         descending: The costs of all documents, the highest first.

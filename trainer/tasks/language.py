@@ -131,7 +131,7 @@ class LanguageTask:
 
     @property
     def batch_planner(self) -> Planner | None:
-        """A function that plans the attention of a batch when the batch is made; None without packed documents."""
+        """A function that plans the attention of a batch when the batch is made; None if documents are not masked."""
         if not self.config.masks_documents:
             return None
         settings = {"options": self.job.attention, "choose": self.job.method_chooser()}
@@ -290,7 +290,8 @@ class LanguageTask:
         Args:
             whole: Tensors of whole sequences; cut inside the context.
             plan: The attention plan of the batch. None if documents are not masked.
-            model_parts: The model parts of this rank.
+            model_parts: The model parts of this rank. If the batch has no positions, their tables with a row per
+                position are cut, too.
             scores: Receives attention scores. None if not needed.
 
         Yields:

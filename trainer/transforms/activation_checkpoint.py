@@ -68,9 +68,9 @@ def apply_activation_checkpoint(
     Args:
         layers: Blocks by number, so that a pipeline's stages checkpoint the same layers as the whole model.
         config: Table `[activation_checkpoint]`.
-        apart: Layers that have only some of their methods compiled. By operator, attention and experts of such a layer
-            are checkpointed separately. Attention keeps the results of operators. Experts are recomputed from their
-            input, because nothing can choose among the operators in a compiled graph.
+        apart: Layers that have only some of their methods compiled. By operator, two methods of such a layer are
+            checkpointed instead of its forward: attention, which keeps the results of operators, and experts, which
+            keep their input alone. Nothing can choose among the operators in a compiled graph.
     """
     forward = _forward_keeping_inputs
     if config.mode == "memory_budget":

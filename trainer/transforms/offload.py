@@ -213,11 +213,11 @@ class HostInputs:
         return kept
 
     def keep(self, tensor: Any, *, is_first: bool, to_host: bool) -> KeptInput:
-        """Keep a block's input until its backward takes it.
+        """Keep a block's input until its backward takes it. Drop the device's memory of the input that was kept before.
 
         Args:
             tensor: The input.
-            is_first: Whether the block is the first of a forward.
+            is_first: Whether the block is the first of a forward: then its backward fetches no input of a block before.
             to_host: Whether to copy it to the host.
 
         Returns:

@@ -139,8 +139,8 @@ class Kernel:
     ) -> OutLse:
         """Return output, (B, H, rows, D), and log-sum-exp, (B, H, rows), of a launch.
 
-        Their rows are the queries of its calls, one call after another. Here, for a kernel of one tile, the launch has
-        exactly one call.
+        Their rows are the queries of its calls, one call after another. This default is for kernels that compute one
+        tile at a time: the launch must have exactly one call.
 
         Args:
             q: All queries, (B, H, S, D).
