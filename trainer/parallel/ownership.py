@@ -343,11 +343,8 @@ def _boxes(parameter: Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxe
     key = shape, mesh_shape, tuple(grid), placements
     if key not in known:
         if sorted(grid) != sorted(ranks):
-            problem = (
-                f"a parameter of shape {shape} lies on the ranks {grid}, not {list(ranks)}"
-            )
             raise ValueError(
-                f"{problem}; shard or replicate it over these, as fully_shard does"
+                f"a parameter of shape {shape} lies on ranks {grid}; fully_shard it over {list(ranks)}"
             )
         numbers = {rank: number for number, rank in enumerate(ranks)}
         box_ranks = defaultdict(list)
