@@ -261,7 +261,10 @@ class Trainer(Assembly):
             deferred_end()
 
     def finish_step(self, step: int, totals: StepTotals, record: StepRecord | None) -> None:
-        """Read the totals of a step, update the weights if the device has not, and write its metrics.
+        """Read the totals of a step; decide whether to stop, and whether to save.
+
+        Then update the weights if the device has not, and write metrics. A step that is skipped, because its loss or
+        norm is not finite, does neither.
 
         Args:
             step: Number of the step.
@@ -305,7 +308,7 @@ class Trainer(Assembly):
         """Clip the gradients to `training.max_norm`, and update the weights.
 
         Args:
-            norm: The gradient norm; on the device a scalar, float64.
+            norm: The gradient norm: a number, or a float64 scalar on the device, which the host does not read.
         """
         with self.region("clip"):
             clip_gradients(self.parameters, norm, self.config.training.max_norm)

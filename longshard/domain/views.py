@@ -234,9 +234,10 @@ def _channel_shuffle(function, x, groups) -> DomainTensor:
 
 @rule("new_zeros", "new_ones", "new_empty", "new_full")
 def _created(function, x, *size, **kwargs) -> DomainTensor:
-    """Create a tensor. It is sharded as x, or whole on every rank.
+    """Create a tensor.
 
-    It is sharded if it has as many dimensions as x, and x's size in each dimension in which x is sharded.
+    If it has as many dimensions as x, and the same size in each dimension in which x is sharded, it is sharded as x.
+    Otherwise it is whole on every rank.
     """
     made = function(torch.empty((), device="meta"), *size, **{**kwargs, "device": "meta"})
     same = made.ndim == x.ndim and all(made.shape[dim] == x.shape[dim] for dim in x.domain.axes)

@@ -35,7 +35,8 @@ def slide(
 ) -> DomainTensor:
     """Return the results of `function` on the windows of x, computed tile by tile and put together.
 
-    A collective if a dimension with windows is divided. Divided dimensions come before local ones.
+    A collective if a dimension with windows is divided: rows of other ranks are fetched first, then local dimensions
+    are padded.
 
     Args:
         x: The tensor, any shape.

@@ -99,7 +99,7 @@ class AttendedLayers:
             self._calls_before[root] = self._live.calls
 
     def end(self, root: nn.Module) -> str | None:
-        """Return why the forward of a model, which ends, is refused; None if it is not.
+        """Return why the forward of a model is refused, None if it is not. This ends the record of the forward.
 
         For a model that runs inside another watched model, return None.
 

@@ -198,7 +198,7 @@ def _transformers_mask(
     device: torch.device | str = "cpu",
     **others: Any,
 ) -> Tensor | None:
-    """Return None if the mask is causal or full, a note if it hides distant tokens, else a dense mask.
+    """Return None if the mask is causal or full, a note if it hides distant tokens, else a dense mask (refused).
 
     A note is an int32 tensor on the CPU, expanded to (1, 1, q_length, kv_length), which `_transformers_attention`
     reads. It is the size of a window; the negative size if the form is not a window.

@@ -271,12 +271,12 @@ class Checkpointer:
         due: bool = False,
         best: float | None = None,
     ) -> bool:
-        """Return whether `step` is saved or being saved. A collective; saves first if settings or an argument say so.
+        """Return whether `step` is saved or being saved. If settings or an argument say so, save it. A collective.
 
         Args:
             step: Number of the finished step.
             tokens_seen: Tokens of the whole job so far.
-            last: Whether it is the last step, which is always saved.
+            last: Whether it is the last step, which is saved, and not in the background.
             due: Save now, by the votes of all ranks (`vote`).
             best: The validation loss, if the checkpoint is the best one so far, which is saved and kept.
         """

@@ -46,10 +46,10 @@ def _counterparts(
     adapters: Collection[str],
     pairs: Mapping[str, tuple[Tensor, HFTensor]],
 ) -> tuple[HFTensor, HFTensor]:
-    """Return the counterparts of A and B of a module, or of a stacked weight of experts.
+    """Return the tensors of peft for LoRA's A and B of a module, or of a stacked weight of experts.
 
     Raises:
-        ConfigError: The module is only a part of a tensor of Hugging Face.
+        ConfigError: Hugging Face has the module's weight only as rows of a larger tensor, and peft adapts whole ones.
     """
     if ".experts." not in module:
         _, hf = pairs[f"{module}.weight"]

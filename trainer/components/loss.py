@@ -68,7 +68,7 @@ def whole_sequence(hidden: Tensor, tp: DeviceMesh) -> Tensor:
 def whole_logits(part: Decoder, hidden: Tensor, tp: DeviceMesh) -> Tensor:
     """Return the logits of whole hidden states, (B, S, V), the same on all ranks of `tp`. A collective.
 
-    The model's output takes some rows from each rank, and each rank has a part of the vocabulary.
+    Each rank gives the output module its part of the S tokens, and has a part of the vocabulary.
 
     Args:
         part: The model part that has the output.

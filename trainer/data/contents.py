@@ -92,7 +92,10 @@ def summary(contents: Mapping[str, Contents], seq_len: int) -> str:
 
 
 def table(contents: Mapping[str, Contents], seq_len: int) -> str:
-    """Return a table with a row for each source: counts, and the share of whole documents by length of a sequence.
+    """Return a table with a row for each source: its documents, and the share of them that fit whole into a sequence.
+
+    The columns are documents, tokens, the share of learned tokens, median and longest length, and a share for
+    `seq_len` and for each of `LENGTHS`.
 
     Args:
         contents: The counts of each source, by name.

@@ -29,7 +29,7 @@ _VALUES = (*_POSITIVE, *(-value for value in _POSITIVE))
 
 
 def shapes_of(stored: Mapping[str, Stored]) -> dict[str, Shape]:
-    """Return the shapes of all tensors by name. MXFP4 blocks and their scales become one tensor, as `dequantise` does.
+    """Return the shapes of all tensors by name. MXFP4 blocks and their scales are one tensor, as `dequantise` gives it.
 
     Args:
         stored: The tensors of a folder, by name.

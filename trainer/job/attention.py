@@ -136,7 +136,7 @@ def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallel
 
 
 def _check_keeping(model: ModelArgs, passes: int, queries: int) -> None:
-    """Raise a ConfigError if exchanged heads cannot be kept: ranks exchange latents, or a few heads at a time.
+    """Raise a ConfigError if the model has latents, or ranks exchange a few heads at a time: nothing can be kept then.
 
     passes, queries: Key/value heads, and query heads, that ranks exchange at a time; 0 means all.
     """
@@ -376,10 +376,9 @@ def _checked_heads(
             "context_parallel_method = 'auto' leaves it open; name the method ('all_gather', 'all_to_all', 'hybrid'), "
             "or leave the heads out"
         )
-    head_degree = options.head_degree(parallelism.context_parallel_degree)
-    kv_heads = HeadShare.passes(model.n_heads // tp, _kv_heads(model, tp), head_degree)[
-        0
-    ].per_rank
+    degree = parallelism.context_parallel_degree
+    heads = model.n_heads // tp, _kv_heads(model, tp)
+    kv_heads = HeadShare.passes(*heads, options.head_degree(degree))[0].per_rank
     if passes >= kv_heads and passes:
         raise ConfigError(
             f"parallelism.context_parallel_heads_per_pass = {passes} must be less than the {kv_heads} key/value heads "
@@ -388,13 +387,14 @@ def _checked_heads(
     queries = parallelism.context_parallel_query_heads_per_pass
     if not queries or not options.spread.query_passes:
         return passes, 0
-    share = HeadShare.passes(
-        model.n_heads // tp, _kv_heads(model, tp), parallelism.context_parallel_degree
-    )[0]
-    if queries >= share.group or passes:
+    key = f"parallelism.context_parallel_query_heads_per_pass = {queries}"
+    if passes:
         raise ConfigError(
-            f"parallelism.context_parallel_query_heads_per_pass = {queries} must be less than the {share.group} query "
-            "heads that share a key/value head on a rank, and sends one key/value head at a time; use fewer, or "
-            "context_parallel_heads_per_pass alone"
+            f"{key} sends one key/value head at a time; leave context_parallel_heads_per_pass = {passes} out"
+        )
+    group = HeadShare.passes(*heads, degree)[0].group
+    if queries >= group:
+        raise ConfigError(
+            f"{key} must be less than the {group} query heads of a key/value head; use fewer, or leave it out"
         )
     return passes, queries

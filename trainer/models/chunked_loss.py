@@ -51,7 +51,7 @@ class Chunks:
     def of(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
         """Return the rows of each chunk, as views, in the order of the tokens.
 
-        A chunk never crosses the border of two parts, see `factors`. Each part has the same number of chunks.
+        The tokens are divided into len(factors) equal parts, and each part into the same number of chunks.
 
         Args:
             *tensors: They have a row for each token, (tokens, ...).

@@ -263,7 +263,9 @@ class Transformer(nn.Module):
             setattr(self, _own(theta), frequencies.to(device))
 
     def init_parameter(self, name: str, parameter: Tensor, generator: torch.Generator) -> None:
-        """Draw embeddings of unit scale, and an output whose logits are small. Other parameters are set by `fill`.
+        """Draw embeddings that have unit scale after the forward's factor, and an output whose logits are small.
+
+        Other parameters are set by `fill`.
 
         A tied matrix also makes the logits, so it is drawn with a small scale.
 

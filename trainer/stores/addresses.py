@@ -49,7 +49,7 @@ def store_of(key: str, address: str) -> Store:
 
 
 def named_step(key: str, address: str) -> tuple[Store, int | None]:
-    """Return the folder around the path that a key names, and the step. None instead of the step if it is not `step-N`.
+    """Return the parent folder of the path that a key names, and N if the path ends in `step-N`, else None.
 
     Neither needs to exist. It raises as `store_of`.
 

@@ -169,7 +169,7 @@ class RemoteStore(Store):
         return claim
 
     def publish(self, step: int, state: bytes, claim: str) -> None:
-        """Write `state.json`, then remove `saving`.
+        """Publish a step: check that `saving` still has this claim, write `state.json`, then remove `saving`.
 
         Args:
             step: Number of the step.

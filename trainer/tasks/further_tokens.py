@@ -102,8 +102,8 @@ def _shifted(x: Tensor, distance: int, fill: int) -> Tensor:
 def first_losses(x: Tensor, factors: tuple[float, ...]) -> Tensor:
     """Return the next token's losses, (B, S). The backward sends the gradient to all 1 + K losses, times their factors.
 
-    If all factors are 1, a gradient that is an expanded scalar stays expanded. By this the loss in chunks sees that
-    losses are summed.
+    If all factors are 1, a gradient that is an expanded scalar stays expanded: so the loss in chunks recognises that
+    its losses are summed.
 
     Args:
         x: (1 + K, B, S); the next token's losses first.

@@ -139,9 +139,9 @@ class KeptInput:
         return tensor
 
     def take(self) -> Any:
-        """Return the input on the device, and fetch the input of the block before.
+        """Return the input on the device. If the host has a copy, drop it here: another call then copies it again.
 
-        A backward in parts takes it repeatedly.
+        A backward in parts takes it repeatedly. The first call also begins to fetch the input of the block before.
         """
         tensor = self.on_device()
         before = self.before and self.before()

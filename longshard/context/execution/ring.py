@@ -244,7 +244,8 @@ class StagedExecution:
     def _fetch(self, following: Item | None, own: Held, held: Held) -> tuple[Held, Pending]:
         """Start the transfers for the next item; return its K and V, and the handle.
 
-        own: K and V of this rank's rows. held: K and V of the present stage, which are returned without a next item.
+        own: K and V of this rank's rows. held: K and V of the present stage. If there is no next item, `held` is
+        returned.
         """
         if following is None:
             return held, Pending()

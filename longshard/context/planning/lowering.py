@@ -269,7 +269,7 @@ def _runs(spans: Spans, fresh: list[bool]) -> Iterator[Run]:
 
 
 def split(tile: Tile, capabilities: Capabilities) -> Iterator[Tile]:
-    """Yield tiles that the kernel can compute, with the same pairs.
+    """Yield tiles that the kernel can compute. Together they have the pairs of queries and keys of `tile`, each once.
 
     Args:
         tile: The tile.

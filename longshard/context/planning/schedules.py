@@ -78,9 +78,9 @@ def all_gather(needs: Needs, rank: int) -> Schedule:
 
 
 def chunks(needs: Needs, chunk: int) -> Schedule:
-    """Return the stages of a chunk, the nearest earlier chunk first.
+    """Return the forward and backward stages of a chunk, the nearest earlier chunk first.
 
-    Nothing is sent: `messages` name waiting rows to read, and `home` names rows to add gradients to.
+    Nothing is sent: `messages` name rows that a stage reads, and `home`, in the backward, rows to add gradients to.
 
     Args:
         needs: The keys that each chunk needs.
@@ -119,7 +119,7 @@ def _posted(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 @lru_cache(maxsize=4)
 def _steps(needs: Needs, direction: int) -> tuple[int, ...]:
-    """Return the steps of the ring at which some rank has work. Idle steps are left out: no work hides messages.
+    """Return the steps of the ring at which some rank has work. At other steps no work would hide the messages.
 
     Cached, because the steps are the same for every rank, and `auto` and `lct plan` plan several ranks.
     """

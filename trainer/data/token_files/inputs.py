@@ -104,7 +104,7 @@ class Inputs:
     ) -> list[tuple[int, int]]:
         """Return for each file the number of documents up to its end, and the hash of all inputs up to its end.
 
-        Data that come with this program have one entry for all files.
+        Data that come with this program give one pair, for all files together.
 
         Args:
             parts: The parts of the data set.

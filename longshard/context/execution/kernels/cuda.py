@@ -247,7 +247,10 @@ class CudnnVarlen(Kernel):
         return kernel.backward_many(inputs, launch, scale=scale)
 
     def _kernel_of(self, q: Tensor, k: Tensor, launch: Launch) -> Kernel:
-        """Return cuDNN for a launch of one large tile if it has, or may build, a plan for the shape; else `Varlen`."""
+        """Return cuDNN for a launch of one large tile, and note its shape; else `Varlen`.
+
+        After `_MOST_SHAPES` shapes a new shape gets `Varlen`, too.
+        """
         if len(launch.calls) != 1 or not is_large(launch.calls[0], self.capabilities):
             return self._others
         shape = q.dtype, *q.shape[:2], k.shape[1], q.shape[3], *launch.longest, launch.kind
