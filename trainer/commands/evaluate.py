@@ -91,17 +91,11 @@ def parser() -> Parser:
 
 
 def _data_options(add: Callable[..., object]) -> None:
-    add(
-        "--seq-len",
-        type=COUNT,
-        metavar="N",
-        help="tokens of a sequence (default: as in training, at most 8,192)",
-    )
-    add(
+    add_count = partial(add, type=COUNT, metavar="N")
+    add_count("--seq-len", help="tokens of a sequence (default: as in training, at most 8,192)")
+    add_count(
         "--sequences",
-        type=COUNT,
         default=16,
-        metavar="N",
         help="number of documents; each gives its first tokens (default: 16)",
     )
     add(
@@ -117,11 +111,9 @@ def _data_options(add: Callable[..., object]) -> None:
         metavar="N",
         help="positions at which buckets end (default: each doubles the end before)",
     )
-    add(
+    add_count(
         "--lengths",
         nargs="+",
-        type=COUNT,
-        metavar="N",
         help="lengths of needle prompts (default: --seq-len, its half, its quarter)",
     )
     add(
@@ -132,11 +124,9 @@ def _data_options(add: Callable[..., object]) -> None:
         metavar="D",
         help="depths of needles in percent (default: 0 25 50 75 100)",
     )
-    add(
+    add_count(
         "--samples",
-        type=COUNT,
         default=4,
-        metavar="N",
         help="needle prompts of each length and depth (default: 4)",
     )
 

@@ -6,6 +6,7 @@ The command shows the plans that training executes. It computes no attention, an
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -241,12 +242,11 @@ def parser() -> Parser:
     add = described.add_argument_group(
         "attention (default: Llama 3 8B in bfloat16)"
     ).add_argument
-    add("--heads", type=COUNT, default=32, metavar="N", help="query heads (32)")
-    add("--kv-heads", type=COUNT, default=8, metavar="N", help="key/value heads (8)")
-    add("--head-dim", type=COUNT, default=128, metavar="N", help="size of a head (128)")
-    add(
-        "--bytes", type=COUNT, default=2, metavar="N", help="bytes of an element of q, k, v (2)"
-    )
+    add_count = partial(add, type=COUNT, metavar="N")
+    add_count("--heads", default=32, help="query heads (32)")
+    add_count("--kv-heads", default=8, help="key/value heads (8)")
+    add_count("--head-dim", default=128, help="size of a head (128)")
+    add_count("--bytes", default=2, help="bytes of an element of q, k, v (2)")
     add = described.add_argument_group("output").add_argument
     add(
         "--direction",
