@@ -201,7 +201,7 @@ def windows(full: int, otherwise: int, key: str = "") -> Part:
     return Part(read, lambda args: write_windows(args, otherwise))
 
 
-def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
+def with_local_tables(part: Part, assumed: float, old_key: str = "") -> Part:
     """Return a part that adds to `windows` the base of the frequencies of the layers with a window.
 
     It is for models in which these layers have their own frequencies, without scaling.
@@ -209,7 +209,7 @@ def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
     Args:
         part: The result of `windows`.
         assumed: Base of these frequencies if the file has no entry.
-        *keys: Names that the entry of this base had before transformers 5.
+        old_key: The name of the entry of this base before transformers 5, if there was one.
     """
 
     def read(config: Entries) -> Fields:
@@ -219,9 +219,7 @@ def with_local_tables(part: Part, assumed: float, *keys: str) -> Part:
         if fields["sliding_window"] is not None:
             table = config.table("rope_parameters").table(SLIDING)
             table.only("rope_type", "default")
-            (old,) = [config.content[key] for key in keys if config.content.get(key)] or (
-                assumed,
-            )
+            old = config.content.get(old_key) or assumed
             theta = float(table.number("rope_theta", old))
             theta = None if (theta, None) == rotary(config) else theta
         return fields | {

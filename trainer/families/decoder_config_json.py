@@ -229,8 +229,8 @@ class HFDecoder:
                     f"{self.architecture} of Hugging Face's transformers needs {words}, and this model has none"
                 )
             part_entries |= part.write(args)
-        if self.rotates_a_share:
-            rope["partial_rotary_factor"] = args.rope_share
+        share = {"partial_rotary_factor": args.rope_share} if self.rotates_a_share else {}
+        rope |= share
         old = {"rope_theta": args.rope_theta, "rope_scaling": None if scaling is None else rope}
         if self.rope_types is not KINDS:  # an architecture of transformers 5
             old = {}
@@ -251,7 +251,7 @@ class HFDecoder:
             "rms_norm_eps": args.norm_eps,
             "tie_word_embeddings": args.tie_embeddings,
             **old,
-            **({"partial_rotary_factor": args.rope_share} if self.rotates_a_share else {}),
+            **share,
             "rope_parameters": rope | {"rope_theta": args.rope_theta},
             **part_entries,
         }

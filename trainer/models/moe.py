@@ -142,7 +142,7 @@ class Router(nn.Module):
         groups of a token are chosen.
         """
         args = self.args
-        scores = logits.sigmoid() if self.args.sigmoid else logits
+        scores = logits.sigmoid() if args.sigmoid else logits
         if self.bias_update_rate or args.sigmoid:
             scores = scores + self.selection_bias
         if args.groups > 1:
@@ -342,9 +342,7 @@ class ExpertBalance(Observer):
         args = self._args
         if not (layers := expert_layers(args)):
             return {}
-        loads = torch.zeros(
-            len(layers), args.experts.number, device=self._dims["world"].device_type
-        )
+        loads = self._dims.zeros(len(layers), args.experts.number)
         for layer, router in self._routers.items():
             loads[layers.index(layer)] = router.load * router.number
         loads = [
