@@ -142,8 +142,6 @@ def _adam(
 def _with_rules(
     groups: Sequence[Group], settings: Optimizer, names: Mapping[nn.Parameter, str]
 ) -> list[Group]:
-    if not settings.groups:
-        return list(groups)
     divided = []
     for group in groups:
         by_name = defaultdict(list)
@@ -180,19 +178,13 @@ def check_groups(
     names = [name for part in model_parts for name, _ in part.named_parameters()]
     used = [settings.group_of(name) for name in names]
     used_here = [group in used for group in settings.groups]
-    is_used_anywhere = []
-    if used_here:
-        flags = zip(*gather_values(used_here), strict=True)
-        is_used_anywhere = [any(ranks) for ranks in flags]
-    if unused := [
-        group
-        for group, is_used in zip(settings.groups, is_used_anywhere, strict=True)
-        if not is_used
-    ]:
-        raise SharedConfigError(
-            f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not "
-            f"taken; examples of names: {', '.join(map(repr, names[:3]))}"
-        )
+    by_rank = gather_values(used_here) if used_here else []
+    for group, *is_used in zip(settings.groups, *by_rank, strict=True):
+        if not any(is_used):
+            raise SharedConfigError(
+                f"optimizer.groups has {group}, which is for no parameter that an earlier entry has not "
+                f"taken; examples of names: {', '.join(map(repr, names[:3]))}"
+            )
     if settings.name == "Muon" and not any(gather_values(bool(optimizer.matrix_groups))):
         raise SharedConfigError(
             "optimizer.name = 'Muon' finds no matrix in this model; use optimizer.name = 'AdamW'"
@@ -213,13 +205,7 @@ def parameter_groups(whole: nn.Module, weight_decay: float) -> list[Group]:
         weight_decay: Decay of the groups that decay.
     """
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
-    biases = {
-        bias
-        for m in whole.modules()
-        if isinstance(m, Experts)
-        for bias in (m.b13, m.b2)
-        if bias is not None
-    }
+    biases = {bias for m in whole.modules() if isinstance(m, Experts) for bias in (m.b13, m.b2)}
     groups = defaultdict(list)
     for p in (p for p in whole.parameters() if p.requires_grad):
         decays = p.ndim > 1 and p not in embeddings and p not in biases
