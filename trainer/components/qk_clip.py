@@ -139,9 +139,8 @@ def _row_factors(attention: nn.Module, factors: Tensor) -> list[tuple[nn.Paramet
     groups = factors.unflatten(0, (-1, attention.args.n_heads // attention.args.n_kv_heads))
     key_factors = groups.amin(1).sqrt()
     query_parts = [(attention.head_dim, (groups / key_factors[:, None]).flatten())]
-    query_parts += (
-        [(attention.head_dim, torch.ones_like(factors))] if attention.args.gate else []
-    )
+    if attention.args.gate:
+        query_parts.append((attention.head_dim, torch.ones_like(factors)))
     rows = {queries: _rows(*query_parts), keys: _rows((attention.head_dim, key_factors))}
     return [
         (p, row_factors)
