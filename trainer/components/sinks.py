@@ -141,14 +141,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
-        earlier = (
-            sorted(path for path in folder.glob("????????-??????") if path.is_dir())
-            if start_step
-            else []
-        )
-        self._run = (
-            earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
-        )
+        new = folder / datetime.now().strftime("%Y%m%d-%H%M%S")
+        earlier = [path for path in folder.glob("????????-??????") if path.is_dir()]
+        self._run = max(earlier, default=new) if start_step else new
         self._lost = 0
         self._next_try = 0.0
         with writing_to(folder):
