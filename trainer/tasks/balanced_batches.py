@@ -172,8 +172,8 @@ def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarr
     for first in firsts:  # descending
         if first * number <= left:
             break
-        left = left - first
-        number = number - 1
+        left -= first
+        number -= 1
     return np.maximum(firsts, left / number if number else 0.0)
 
 
@@ -271,13 +271,9 @@ class BalancedBatches:
             np.concatenate([np.empty((0, width), np.int32), *sent]).reshape(-1)
         )
         numbers = width * lengths
-        send_sizes = (
-            np.bincount(destinations, numbers[owners == rank], ranks).astype(int).tolist()
-        )
-        receive_sizes = (
-            np.bincount(owners[target_ranks == rank], numbers[target_ranks == rank], ranks)
-            .astype(int)
-            .tolist()
+        send_sizes, receive_sizes = (
+            np.bincount(peers[here], numbers[here], ranks).astype(int).tolist()
+            for peers, here in ((target_ranks, owners == rank), (owners, target_ranks == rank))
         )
         received, pending = all_to_all(
             flat, send_sizes, receive_sizes, self.group, kind="documents"
@@ -285,9 +281,7 @@ class BalancedBatches:
         pending.wait()
         # the received documents: in the order of ranks, then in the order in which the rank read them
         ends = np.cumsum(lengths[target_ranks == rank])
-        documents = (
-            np.split(received.numpy().reshape(-1, width), ends[:-1]) if len(ends) else []
-        )
+        documents = np.split(received.numpy().reshape(-1, width), ends[:-1])
         micro_batches = (assigned.bins // ranks)[target_ranks == rank]
         for i in range(len(read)):
             yield [documents[j] for j in np.flatnonzero(micro_batches == i)]
@@ -364,9 +358,7 @@ def row(documents: Sequence[np.ndarray], step: Step) -> dict[str, np.ndarray]:
     lengths = [len(document) for document in documents]
     padding = step.padded(sum(lengths)) - sum(lengths)
     names = ("tokens", "labels", "sources")[: 3 if step.has_sources else 2]
-    filler = np.tile(
-        np.array([(0, IGNORE_INDEX, 0)[: len(names)]], dtype=np.int64), (padding, 1)
-    )
+    filler = np.tile((0, IGNORE_INDEX, 0)[: len(names)], (padding, 1))
     columns = np.concatenate([*documents, filler]).astype(np.int64)
     lengths.append(padding)
     arrays = {
