@@ -215,8 +215,9 @@ class GenerationCache:
         kept = self._keep(module, k, v)
         seen = self._visible(kept[0].shape[2], module.sliding_window)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        settings = {"scale": scale, "softcap": module.softcap, "sinks": sinks, "up": up}
-        return self._attended(q, kept, seen, **settings)
+        return self._attended(
+            q, kept, seen, scale=scale, softcap=module.softcap, sinks=sinks, up=up
+        )
 
     def _attend_to_chosen(
         self,
