@@ -44,8 +44,7 @@ def validation_data(config: JobConfig) -> DataSettings:
     """
     keys = DataKeys("validation.dataset", "validation.dataset_path")
     source = config.validation.source(config.training)
-    chat = config.chat
-    return DataSettings.of(*source, config.model, config.training, chat=chat, keys=keys)
+    return DataSettings.of(*source, config.model, config.training, chat=config.chat, keys=keys)
 
 
 def all_data(config: JobConfig) -> list[DataSettings]:

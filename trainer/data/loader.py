@@ -158,8 +158,7 @@ class BatchLoader(StreamLoader):
             numbers, sequences = zip(
                 *self._next_samples(self._training.local_batch_size), strict=True
             )
-            arrays = arrays_of(sequences)
-            batch = planned_batch(arrays, self._plan)
+            batch = planned_batch(arrays_of(sequences), self._plan)
             if sequences[0].source is not None:
                 batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
             batch["numbers"] = list(numbers)
