@@ -83,9 +83,10 @@ class MixtureStream:
     @property
     def state(self) -> StreamState:
         """The number of samples given so far, and the state of each source's stream under "name/key"."""
-        parts = ((name, part.state) for name, part in self.parts.items())
         return {"samples": self.samples} | {
-            f"{name}/{key}": x for name, state in parts for key, x in state.items()
+            f"{name}/{key}": x
+            for name, part in self.parts.items()
+            for key, x in part.state.items()
         }
 
     @property
