@@ -144,12 +144,8 @@ class TextData:
             ConfigError: Documents are missing, or were added at another place.
         """
         now = len(self.source)
-        before = saved.get("documents", len(self.source))
-        if (
-            now > before
-            and "content" in saved
-            and self.source.fingerprint(before) == saved["content"]
-        ):
+        before = saved.get("documents", now)
+        if now > before and self.source.fingerprint(before) == saved.get("content"):
             logger.info(
                 f"the data set has {now - before:,} more documents than at the start of this run, which continues "
                 f"with its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"
