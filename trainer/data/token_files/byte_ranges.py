@@ -60,7 +60,5 @@ def _open_files_allowed() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft := wanted, hard))
-    return max(
-        min(soft if soft != resource.RLIM_INFINITY else wanted, wanted) - _OTHER_FILES, 64
-    )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(wanted - _OTHER_FILES, 64)
