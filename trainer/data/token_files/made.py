@@ -293,7 +293,7 @@ def _written(
                 "which makes the shards that are missing, or `lct tokenize` with fewer --processes"
             ) from None
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _begin_process(parent: int, packages: Sequence[str]) -> None:
