@@ -100,15 +100,21 @@ def build_optimizer(
     if settings.name != "Muon":
         return adam
     muon = config.muon
-    moments = getattr(torch, config.state_dtype)
-    matrix_group = {"params": list(matrices), "lr": _or(muon.lr, settings.lr)}
-    matrix_group["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
+    matrix_group = {
+        "params": list(matrices),
+        "lr": _or(muon.lr, settings.lr),
+        "weight_decay": _or(muon.weight_decay, settings.weight_decay),
+    }
     groups = _with_rules([matrix_group] if matrices else [], settings, names)
     in_order = {p: matrices[p] for group in groups for p in group["params"]}
-    fused = implementation == "fused"
-    owners = _owners(in_order, config, dims)
     return Muon(
-        groups, owners, muon, other=adam, rounding=rounding, momenta=moments, fused=fused
+        groups,
+        _owners(in_order, config, dims),
+        muon,
+        other=adam,
+        rounding=rounding,
+        momenta=getattr(torch, config.state_dtype),
+        fused=implementation == "fused",
     )
 
 
@@ -119,8 +125,8 @@ def _owners(
     device_type = dims["world"].device_type
     is_double = config.training.dtype == "float64"
     compute = "float64" if is_double else config.muon.dtype_on(device_type)
-    on = {"dtype": getattr(torch, compute), "device": torch.device(device_type)}
-    return Owners(matrices, dims.stage_group(), **on)
+    device = torch.device(device_type)
+    return Owners(matrices, dims.stage_group(), dtype=getattr(torch, compute), device=device)
 
 
 def _adam(
