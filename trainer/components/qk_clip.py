@@ -44,10 +44,11 @@ class QKClip(Observer):
     ) -> None:
         self._dims = dims
         self._largest = largest
-        layers = [item for part in model_parts for item in part.layers.items()]
-        kinds = Attention, LatentAttention
         self._layers = {
-            int(n): layer.attention for n, layer in layers if isinstance(layer.attention, kinds)
+            int(n): layer.attention
+            for part in model_parts
+            for n, layer in part.layers.items()
+            if isinstance(layer.attention, Attention | LatentAttention)
         }
         self._places = {layer: place for place, layer in enumerate(self._layers)}
         heads = max((layer.args.n_heads for layer in self._layers.values()), default=0)
