@@ -34,13 +34,11 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Muon):
         optimizer.add_state()
         optimizer = optimizer.other
-    if not isinstance(optimizer, torch.optim.Adam):
-        if optimizer is not None and not optimizer.state:
-            _step_without_effect(optimizer)
-        return
-    add_state(
-        optimizer, optimizer.param_groups, MOMENTS, getattr(optimizer, "state_dtype", None)
-    )
+    if isinstance(optimizer, torch.optim.Adam):
+        dtype = getattr(optimizer, "state_dtype", None)
+        add_state(optimizer, optimizer.param_groups, MOMENTS, dtype)
+    elif optimizer is not None and not optimizer.state:
+        _step_without_effect(optimizer)
 
 
 def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
@@ -105,7 +103,7 @@ def build_optimizer(
         "lr": _or(muon.lr, settings.lr),
         "weight_decay": _or(muon.weight_decay, settings.weight_decay),
     }
-    groups = _with_rules([matrix_group] if matrices else [], settings, names)
+    groups = _with_rules([matrix_group], settings, names)
     in_order = {p: matrices[p] for group in groups for p in group["params"]}
     return Muon(
         groups,
@@ -140,8 +138,8 @@ def _adam(
     how |= {name: implementation == name for name in ("foreach", "fused")}
     stored = {str(group["params"][0].dtype).removeprefix("torch.") for group in groups}
     if "bfloat16" in stored or settings.state_dtype not in (None, *stored):
-        moments = getattr(torch, config.state_dtype)
-        return RoundedAdam(groups, rounding, moments, decoupled_weight_decay=decoupled, **how)
+        how["decoupled_weight_decay"] = decoupled
+        return RoundedAdam(groups, rounding, getattr(torch, config.state_dtype), **how)
     return (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **how)
 
 
@@ -166,7 +164,6 @@ def check_groups(
     optimizer: torch.optim.Optimizer,
     model_parts: Iterable[nn.Module],
     settings: Optimizer,
-    dims: ParallelDims,
 ) -> None:
     """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter, on at least one rank.
 
@@ -176,7 +173,6 @@ def check_groups(
         optimizer: The optimizer.
         model_parts: The model parts of this rank.
         settings: Table `[optimizer]`.
-        dims: The meshes of the run.
 
     Raises:
         SharedConfigError: An entry has no parameter that earlier entries leave to it, or Muon has no matrix.
@@ -216,10 +212,9 @@ def parameter_groups(whole: nn.Module, weight_decay: float) -> list[Group]:
     for p in (p for p in whole.parameters() if p.requires_grad):
         decays = p.ndim > 1 and p not in embeddings and p not in biases
         groups[decays, p.device_mesh if isinstance(p, DTensor) else None].append(p)
-    ordered = sorted(groups.items(), key=lambda group: not group[0][0])
     return [
         {"params": group, "weight_decay": weight_decay * decays}
-        for (decays, _), group in ordered
+        for (decays, _), group in sorted(groups.items(), key=lambda group: not group[0][0])
     ]
 
 
