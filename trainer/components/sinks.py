@@ -112,9 +112,11 @@ def _keep_up_to(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            kept += [line + "\n"] if json.loads(line)["step"] <= step else []
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            damaged += [number] if number < len(lines) else []
+            if number < len(lines):
+                damaged.append(number)
     if damaged:
         numbers = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         logger.warning(f"damaged lines of {path} are removed: {numbers}")
