@@ -304,9 +304,7 @@ class TokenFiles:
                 pair.answers, start // pair.itemsize, stop // pair.itemsize
             )
         if pair.crc is not None:
-            (known,) = np.frombuffer(
-                self._reads.read(pair.crc, 4 * i, 4 * i + 4), dtype="<u4"
-            ).tolist()
+            known = int.from_bytes(self._reads.read(pair.crc, 4 * i, 4 * i + 4), "little")
             if zlib.crc32(answers, zlib.crc32(content)) != known:
                 raise BadRecord(
                     f"{pair.ids}, document {i}, is damaged: its check sum is wrong; {self._catalog.remedy}"
