@@ -107,9 +107,9 @@ class TextData:
             dp_rank: The data-parallel rank.
             dp_degree: The number of data-parallel ranks.
         """
-        shares = assigned(items, data_streams, seed, dp_rank, dp_degree)
         return {
-            s: self.packed(Shuffled(own, stream=s, seed=seed), seq_len) for s, own in shares
+            s: self.packed(Shuffled(own, stream=s, seed=seed), seq_len)
+            for s, own in assigned(items, data_streams, seed, dp_rank, dp_degree)
         }
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
