@@ -187,11 +187,10 @@ class GenerationCache:
     def _change_state(self, module: nn.Module, tokens: Tokens, plan: Tensor | None) -> Tensor:
         """Return the output of new tokens, and change the state, token by token. Padded tokens have the output 0."""
         v = tokens.v
-        dtype = wide_type(v.dtype)
         state = self._states.get(module)
         if state is None:
-            key_size = tokens.q.shape[3]
-            state = v.new_zeros(v.shape[0], v.shape[2], key_size, v.shape[3], dtype=dtype)
+            shape = (v.shape[0], v.shape[2], tokens.q.shape[3], v.shape[3])
+            state = v.new_zeros(shape, dtype=wide_type(v.dtype))
         out = torch.zeros_like(v)
         for t in range(self._new):
             inputs = (None if x is None else x[:, t] for x in tokens[:_LINEAR_INPUTS])
@@ -245,8 +244,7 @@ class GenerationCache:
         scores: (B, S, T), for this rank's kept tokens. Of equal scores the earlier tokens count. per_query: number of
         tokens to choose.
         """
-        kept = self._positions[:, None, : scores.shape[2]]
-        places = kept.clamp(min=0).expand_as(scores)
+        places = self._positions[:, None, : scores.shape[2]].clamp(min=0).expand_as(scores)
         tokens = self._capacity * self._cp.size()
         whole = scores.new_full((*scores.shape[:2], tokens), -torch.inf)
         whole.scatter_reduce_(

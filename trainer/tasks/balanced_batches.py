@@ -280,8 +280,8 @@ class BalancedBatches:
         )
         pending.wait()
         # the received documents: in the order of ranks, then in the order in which the rank read them
-        ends = np.cumsum(lengths[target_ranks == rank])
-        documents = np.split(received.numpy().reshape(-1, width), ends[:-1])
+        ends = np.cumsum(lengths[target_ranks == rank])[:-1]
+        documents = np.split(received.numpy().reshape(-1, width), ends)
         micro_batches = (assigned.bins // ranks)[target_ranks == rank]
         for i in range(len(read)):
             yield [documents[j] for j in np.flatnonzero(micro_batches == i)]

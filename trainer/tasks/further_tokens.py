@@ -56,10 +56,9 @@ class FurtherTokens(Totals):
         Args:
             positions: Positions of the data streams; not used.
         """
-        dims = self._dims
         totals = self._totals.clone()
         for name in ("pp", "cp", "dp"):
-            totals = all_reduce(totals, dims[name])
+            totals = all_reduce(totals, self._dims[name])
         self._totals.zero_()
         layers = enumerate(totals.T.tolist(), 1)
         return {

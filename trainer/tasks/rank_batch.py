@@ -75,8 +75,11 @@ class RankBatch:
             plan: The handle of the open attention plan, any shape. None if no context is open.
         """
         optional = {name: self.columns[name] for name in _ARGUMENTS if name in self.columns}
-        positions = self.columns.get("positions")
-        arguments = {"positions": positions, "attention_plan": plan, **optional}
+        arguments = {
+            "positions": self.columns.get("positions"),
+            "attention_plan": plan,
+            **optional,
+        }
         return RankInputs(self.columns["tokens"], arguments, self.targets, batch=self.columns)
 
 

@@ -154,8 +154,7 @@ def made_by(settings: DataSettings) -> dict[str, int]:
     if settings.dataset in ("jsonl", "hub"):
         hashes["text_field"] = hash_of(settings.text_field)
     if settings.dataset in CONVERSATIONS:
-        encoder = settings.conversation_encoder()
-        hashes["template"] = hash_of(encoder.identity)
+        hashes["template"] = hash_of(settings.conversation_encoder().identity)
     return hashes
 
 
