@@ -53,9 +53,8 @@ class MetricsLogger:
         self.settings = job.config.metrics
         self.dims = dims
         self.device = device
-        training = job.config.training
         self.start_step = start_step
-        self.last_step = training.steps
+        self.last_step = job.config.training.steps
         self.tokens_before = tokens_before
         adapter_flops = flops_beside(job.config, job.model)
         self.flops_per_token = tuple(
@@ -230,7 +229,7 @@ class MetricsLogger:
         loss: float,
         grad_norm: float,
         record: StepRecord,
-        observed: Mapping[str, Any] | None = None,
+        observed: Mapping[str, Any],
     ) -> StepMetrics:
         """Reduce and write the metrics since the last log. A collective: every rank calls it for the same steps.
 
@@ -257,7 +256,7 @@ class MetricsLogger:
                 metrics, self.last_step, left * metrics.seconds_per_step, position=self.position
             )
         )
-        extra = dict(observed or {}) | (
+        extra = dict(observed) | (
             self._predicted_memory(metrics.memory_gib) if self._sinks else {}
         )
         for sink in self._sinks:

@@ -308,7 +308,7 @@ class IterableData:
     items = 0
     """Number of documents: unknown."""
 
-    def check(self, data_streams: int | None, seed: int = 0) -> None:
+    def check(self, data_streams: int | None, seed: int) -> None:
         """Check nothing: nothing is known before the documents are read.
 
         Args:

@@ -132,7 +132,7 @@ class Mixture:
         """Documents of each source."""
         return tuple(part.items for part in self.parts.values())
 
-    def check(self, data_streams: int | None, seed: int = 0) -> None:
+    def check(self, data_streams: int | None, seed: int) -> None:
         """Check that every stream has a document of every source; see `TextData.check`.
 
         Args:

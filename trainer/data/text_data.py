@@ -37,7 +37,7 @@ class TextData:
         """Number of documents."""
         return len(self.source)
 
-    def check(self, data_streams: int | None, seed: int = 0) -> None:
+    def check(self, data_streams: int | None, seed: int) -> None:
         """Check that every stream has a document with text. Of more than SORTED documents the text is not read.
 
         Args:
