@@ -44,10 +44,8 @@ def document_costs(
     """
     # With full attention the FLOPs of a token grow by a constant for each token of the sequence.
     linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
-    ends = np.arange(_TILE, longest + _TILE, _TILE)
-    attention = np.array(
-        [0.0, *(int(end) * (flops_per_token(int(end))[1] - linear) for end in ends)]
-    )
+    ends = range(_TILE, longest + _TILE, _TILE)
+    attention = np.array([0.0, *(end * (flops_per_token(end)[1] - linear) for end in ends)])
 
     def costs(lengths: np.ndarray) -> np.ndarray:
         return lengths * linear + attention[-(-lengths // _TILE)]
@@ -359,7 +357,7 @@ def row(documents: Sequence[np.ndarray], step: Step) -> dict[str, np.ndarray]:
     padding = step.padded(sum(lengths)) - sum(lengths)
     names = ("tokens", "labels", "sources")[: 3 if step.has_sources else 2]
     filler = np.tile((0, IGNORE_INDEX, 0)[: len(names)], (padding, 1))
-    columns = np.concatenate([*documents, filler]).astype(np.int64)
+    columns = np.concatenate([*documents, filler])
     lengths.append(padding)
     arrays = {
         **{name: columns[:, i] for i, name in enumerate(names)},

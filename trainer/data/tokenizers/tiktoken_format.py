@@ -99,7 +99,7 @@ class TiktokenTokenizer(Tokenizer):
         stops = np.cumsum(lengths)
         # The character of each byte; a character that is cut belongs to both tokens.
         starts_one = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
-        character = np.cumsum(starts_one, dtype=np.int64) - 1
+        character = np.cumsum(starts_one) - 1
         places = np.stack([character[stops - lengths], character[stops - 1] + 1], axis=1)
         return np.array(ids, dtype=np.int64), places
 
