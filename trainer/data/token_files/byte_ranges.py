@@ -49,7 +49,7 @@ class ByteRanges:
             raise ConfigError(
                 f"{file} is shorter than when the run began to read it (byte {stop} is missing); restore it"
             )
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
 
 def _open_files_allowed() -> int:
