@@ -178,8 +178,8 @@ def data_identity(states: Positions, training: Training) -> dict[str, int | str]
     here = asdict(training)
     del here["dataset_path"]  # a machine may have the same files elsewhere
     settings = {f"training.{name}": str(value) for name, value in here.items()}
-    beginning = next(iter(states.values()), {})  # every stream begins alike
-    return settings | dict(beginning)
+    # every stream begins alike
+    return settings | dict(next(iter(states.values()), {}))
 
 
 def batch_hash(batch: Mapping[str, Any]) -> int:

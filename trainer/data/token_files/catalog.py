@@ -180,8 +180,13 @@ def _catalog_of_pairs(settings: DataSettings) -> Catalog:
         digest.update(f"{own or next(both)}\0".encode())
         documents += pair.documents
         content.append((documents, number_of(digest)))
-    vocab_size = vocab_size_of(settings.tokenizer)
-    return Catalog([pair for pair, _ in pairs], made_by(settings), content, vocab_size, _REMEDY)
+    return Catalog(
+        [pair for pair, _ in pairs],
+        made_by(settings),
+        content,
+        vocab_size_of(settings.tokenizer),
+        _REMEDY,
+    )
 
 
 def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] | None]]:

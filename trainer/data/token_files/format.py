@@ -92,12 +92,15 @@ class Pair(NamedTuple):
         number of sequences.
         """
         n = self.sequences
-        m = self.documents + 1
         return tuple(
             np.memmap(self.idx, dtype, "r", HEADER.size + offset, (count,))
             if count
             else np.empty(0, dtype)
-            for dtype, offset, count in (("<i4", 0, n), ("<i8", 4 * n, n), ("<i8", 12 * n, m))
+            for dtype, offset, count in (
+                ("<i4", 0, n),
+                ("<i8", 4 * n, n),
+                ("<i8", 12 * n, self.documents + 1),
+            )
         )
 
 
