@@ -98,21 +98,15 @@ def build_optimizer(
     if settings.name != "Muon":
         return adam
     muon = config.muon
-    matrix_group = {
-        "params": list(matrices),
-        "lr": _or(muon.lr, settings.lr),
-        "weight_decay": _or(muon.weight_decay, settings.weight_decay),
-    }
+    moments = getattr(torch, config.state_dtype)
+    matrix_group = {"params": list(matrices), "lr": _or(muon.lr, settings.lr)}
+    matrix_group["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
     groups = _with_rules([matrix_group], settings, names)
     in_order = {p: matrices[p] for group in groups for p in group["params"]}
+    fused = implementation == "fused"
+    owners = _owners(in_order, config, dims)
     return Muon(
-        groups,
-        _owners(in_order, config, dims),
-        muon,
-        other=adam,
-        rounding=rounding,
-        momenta=getattr(torch, config.state_dtype),
-        fused=implementation == "fused",
+        groups, owners, muon, other=adam, rounding=rounding, momenta=moments, fused=fused
     )
 
 
@@ -184,8 +178,8 @@ def check_groups(
     for group, *is_used in zip(settings.groups, *by_rank, strict=True):
         if not any(is_used):
             raise SharedConfigError(
-                f"optimizer.groups has {group}, which is for no parameter that an earlier entry has not "
-                f"taken; examples of names: {', '.join(map(repr, names[:3]))}"
+                f"optimizer.groups has {group}, which is for no parameter that an earlier entry has "
+                f"not taken; examples of names: {', '.join(map(repr, names[:3]))}"
             )
     if settings.name == "Muon" and not any(gather_values(bool(optimizer.matrix_groups))):
         raise SharedConfigError(

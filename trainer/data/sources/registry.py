@@ -83,15 +83,10 @@ class DataSettings:
             training: The table [training].
             **others: The fields `chat` and `keys`.
         """
-        return cls(
-            dataset,
-            path,
-            model.tokenizer_file,
-            model.chat_template,
-            training.dataset_text_field,
-            training.on_bad_record == "skip",
-            **others,
-        )
+        tokenizer = model.tokenizer_file
+        field = training.dataset_text_field
+        skips = training.on_bad_record == "skip"
+        return cls(dataset, path, tokenizer, model.chat_template, field, skips, **others)
 
     @property
     def hub(self) -> str:

@@ -158,9 +158,8 @@ def tokenize(
         # files of killed processes
         for file in (folder / UNFINISHED, *folder.glob("*.tmp")):
             file.unlink(missing_ok=True)
-    documents, tokens = (
-        sum(entry[key] for entry in entries) for key in ("documents", "tokens")
-    )
+    documents = sum(entry["documents"] for entry in entries)
+    tokens = sum(entry["tokens"] for entry in entries)
     seconds = _duration(time.monotonic() - started)
     log(
         f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})"
@@ -251,9 +250,8 @@ def _write(work: _Work, *, processes: int, log: Log, every: float) -> None:
             if total
             else ""
         )
-        log(
-            f"{stem.name}: {number} of {len(work)} shards, {rate}{_duration(seconds * (1 - share) / share)} left"
-        )
+        left = _duration(seconds * (1 - share) / share)
+        log(f"{stem.name}: {number} of {len(work)} shards, {rate}{left} left")
 
 
 def _written(work: _Work, processes: int) -> Iterator[int]:
