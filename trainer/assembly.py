@@ -175,7 +175,7 @@ class Assembly:
     def build_optimizer(self) -> torch.optim.Optimizer:
         """Return the optimizer of these model parts."""
         optimizer = build_optimizer(self.model_parts, self.config, self.dims)
-        check_groups(optimizer, self.model_parts, self.config.optimizer, self.dims)
+        check_groups(optimizer, self.model_parts, self.config.optimizer)
         return optimizer
 
     def build_observers(self) -> list[Observer]:

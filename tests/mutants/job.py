@@ -47,7 +47,7 @@ DATA = (
     Mutant(
         "a layer for further tokens sees the first tokens of the next document",
         "trainer/tasks/further_tokens.py",
-        "next_tokens.append(_shifted(tokens, distance, 0).masked_fill(~is_inside, 0))",
+        "next_tokens.append(_shifted(tokens, distance, 0).masked_fill(outside, 0))",
         "next_tokens.append(_shifted(tokens, distance, 0))",
         f"{_BALANCE}::test_what_a_step_counts_is_that_of_one_process",
     ),

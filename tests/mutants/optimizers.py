@@ -175,7 +175,7 @@ FURTHER = (
     Mutant(
         "targets of further tokens cross the borders of documents",
         "trainer/tasks/further_tokens.py",
-        "next_labels.append(following.masked_fill(~is_inside, IGNORE_INDEX))",
+        "next_labels.append(following.masked_fill(outside, IGNORE_INDEX))",
         "next_labels.append(following)",
         f"{_FURTHER}::test_targets_are_further_labels_of_the_same_document",
     ),

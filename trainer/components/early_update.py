@@ -119,13 +119,10 @@ class EarlyUpdates:
                 for x in group.fsdp_params
                 if x.sharded_param.grad is not None
             ]
-            self._versions |= {
-                x.sharded_param: version_of(local_part(x.sharded_param.grad)) for x in reduced
-            }
+            parameters = {x.sharded_param for x in reduced}
+            self._versions |= {p: version_of(local_part(p.grad)) for p in parameters}
             copied = [x.grad_offload_event for x in reduced if x.grad_offload_event is not None]
-            self._jobs.append(
-                self._pool.submit(self._update, {x.sharded_param for x in reduced}, copied)
-            )
+            self._jobs.append(self._pool.submit(self._update, parameters, copied))
 
     def _update(self, parameters: set[nn.Parameter], copied: list[torch.Event]) -> None:
         for event in copied:

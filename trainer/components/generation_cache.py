@@ -79,8 +79,8 @@ class GenerationCache:
             The hidden states at the positions, (B, N, dim), the same on every rank.
         """
         self._rows = rows
-        self._used = len(rows)
-        self._positions[:, : self._used] = torch.where(rows < self.lengths[:, None], rows, -1)
+        self._own_new = len(rows)
+        self._positions[:, : len(rows)] = torch.where(rows < self.lengths[:, None], rows, -1)
         keep = {
             InnerAttention: self._keep_keys,
             InnerSparseAttention: self._keep_index,
@@ -89,6 +89,7 @@ class GenerationCache:
         }
         with cached(model, keep):
             hidden = model(tokens) if plan is None else model(tokens, attention_plan=plan)
+        self._used = len(rows)
         own = rows.chunk(self._tp.size())[self._tp.get_local_rank()]
         wanted = self.lengths[:, None] - 1 if positions is None else positions
         return all_reduce(self._rows_at(hidden, own, wanted), self._tp)
@@ -141,30 +142,27 @@ class GenerationCache:
         local = torch.where((rows[here] == positions).unsqueeze(-1), local, 0)
         return all_reduce(local.contiguous(), self._cp)
 
-    def _keep(self, module: nn.Module, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, ...]:
-        """Write keys and values, (B, K, S, D), to the kept ones from place `first` on.
-
-        Return the kept keys and values up to the last written one, (B, K, first + S, D).
-        """
+    def _keep(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        """Keep this rank's new ones of the keys and values, (B, K, S, D), and return all kept ones, (B, K, T, D)."""
         if module not in self._kept:
             self._kept[module] = tuple(
                 x.new_empty(*x.shape[:2], self._capacity, x.shape[3]) for x in (k, v)
             )
-        end = first + k.shape[2]
+        end = self._used + self._own_new
         for kept, x in zip(self._kept[module], (k, v), strict=True):
-            kept[:, :, first:end] = x
+            kept[:, :, self._used : end] = x[:, :, : self._own_new]
         return tuple(kept[:, :, :end] for kept in self._kept[module])
 
     def _keep_keys(
         self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **settings: Any
     ) -> Tensor:
-        self._keep(module, k, v, 0)
+        self._keep(module, k, v)
         return module(q, k, v, **settings)
 
     def _keep_index(
         self, module: nn.Module, q: Tensor, latent: Tensor, index: Index, **settings: Any
     ) -> tuple[Tensor, Tensor]:
-        self._keep(module, latent, index.keys.unsqueeze(1), 0)
+        self._keep(module, latent, index.keys.unsqueeze(1))
         return module(q, latent, index, **settings)
 
     def _keep_inputs(
@@ -189,11 +187,10 @@ class GenerationCache:
     def _change_state(self, module: nn.Module, tokens: Tokens, plan: Tensor | None) -> Tensor:
         """Return the output of new tokens, and change the state, token by token. Padded tokens have the output 0."""
         v = tokens.v
-        dtype = wide_type(v.dtype)
         state = self._states.get(module)
         if state is None:
-            key_size = tokens.q.shape[3]
-            state = v.new_zeros(v.shape[0], v.shape[2], key_size, v.shape[3], dtype=dtype)
+            shape = (v.shape[0], v.shape[2], tokens.q.shape[3], v.shape[3])
+            state = v.new_zeros(shape, dtype=wide_type(v.dtype))
         out = torch.zeros_like(v)
         for t in range(self._new):
             inputs = (None if x is None else x[:, t] for x in tokens[:_LINEAR_INPUTS])
@@ -214,11 +211,12 @@ class GenerationCache:
         up: Tensor | None = None,
     ) -> Tensor:
         """Keep the new keys and values; attend to the keys and values of all tokens so far. Shapes as in the module."""
-        kept = self._keep_new(module, k, v)
+        kept = self._keep(module, k, v)
         seen = self._visible(kept[0].shape[2], module.sliding_window)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        settings = {"scale": scale, "softcap": module.softcap, "sinks": sinks, "up": up}
-        return self._attended(q, kept, seen, **settings)
+        return self._attended(
+            q, kept, seen, scale=scale, softcap=module.softcap, sinks=sinks, up=up
+        )
 
     def _attend_to_chosen(
         self,
@@ -232,7 +230,7 @@ class GenerationCache:
         **_settings: Any,
     ) -> tuple[Tensor, Tensor]:
         """Attend to the chosen ones of all tokens so far; shapes as in the module. The loss is 0."""
-        latents, keys = self._keep_new(module, latent, index.keys.unsqueeze(1))
+        latents, keys = self._keep(module, latent, index.keys.unsqueeze(1))
         seen = self._visible(latents.shape[2], None)
         scores = index_scores(index.queries, keys.squeeze(1), index.weights)
         scores = scores.masked_fill(~seen, -torch.inf)
@@ -246,10 +244,9 @@ class GenerationCache:
         scores: (B, S, T), for this rank's kept tokens. Of equal scores the earlier tokens count. per_query: number of
         tokens to choose.
         """
-        kept = self._positions[:, None, : scores.shape[2]]
-        places = kept.clamp(min=0).expand_as(scores)
-        texts, new, _ = scores.shape
-        whole = scores.new_full((texts, new, self._capacity * self._cp.size()), -torch.inf)
+        places = self._positions[:, None, : scores.shape[2]].clamp(min=0).expand_as(scores)
+        tokens = self._capacity * self._cp.size()
+        whole = scores.new_full((*scores.shape[:2], tokens), -torch.inf)
         whole.scatter_reduce_(
             -1, places, scores.nan_to_num(torch.inf, neginf=-torch.inf), "amax"
         )
@@ -261,11 +258,6 @@ class GenerationCache:
             .scatter_(-1, chosen, True)
             .gather(-1, places)
         )
-
-    def _keep_new(self, module: nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """Keep this rank's new keys and values, and return all kept ones."""
-        new = self._own_new
-        return self._keep(module, k[:, :, :new], v[:, :, :new], self._used)
 
     def _attended(
         self,

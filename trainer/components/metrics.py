@@ -53,9 +53,8 @@ class MetricsLogger:
         self.settings = job.config.metrics
         self.dims = dims
         self.device = device
-        training = job.config.training
         self.start_step = start_step
-        self.last_step = training.steps
+        self.last_step = job.config.training.steps
         self.tokens_before = tokens_before
         adapter_flops = flops_beside(job.config, job.model)
         self.flops_per_token = tuple(
@@ -230,7 +229,7 @@ class MetricsLogger:
         loss: float,
         grad_norm: float,
         record: StepRecord,
-        observed: Mapping[str, Any] | None = None,
+        observed: Mapping[str, Any],
     ) -> StepMetrics:
         """Reduce and write the metrics since the last log. A collective: every rank calls it for the same steps.
 
@@ -247,7 +246,6 @@ class MetricsLogger:
         """
         end = self._clock.mark() if record.end is None else record.end
         ended = self._clock.time_of(end)
-        data_seconds = self.data_seconds - record.waited
         elapsed = ended - self._started
         with self._clock.after(end):  # the device is in the next step
             metrics = self._reduced(step, loss, grad_norm, record, elapsed)
@@ -258,14 +256,14 @@ class MetricsLogger:
                 metrics, self.last_step, left * metrics.seconds_per_step, position=self.position
             )
         )
-        extra = dict(observed or {}) | (
+        extra = dict(observed) | (
             self._predicted_memory(metrics.memory_gib) if self._sinks else {}
         )
         for sink in self._sinks:
             sink.write(asdict(metrics) | extra)
         self._last_step = step
         self._started = ended
-        self.data_seconds = data_seconds
+        self.data_seconds -= record.waited
         return metrics
 
     def _reduced(
@@ -308,10 +306,11 @@ class MetricsLogger:
         It is the larger of two times: the planner's prediction, if it is ready, and the time of all FLOPs at a low MFU.
         The FLOPs count full attention, because the documents of some step may be as long as its sequences.
         """
+        planned = self._estimated("step_seconds") or 0.0
         if self.peak_flops is None:
-            return self._estimated("step_seconds") or 0.0
+            return planned
         flops = self.tokens_per_step * self.flops_per_token[0] / self.dims.size("world")
-        return max(self._estimated("step_seconds") or 0.0, flops / (_LOW_MFU * self.peak_flops))
+        return max(planned, flops / (_LOW_MFU * self.peak_flops))
 
     def _estimated(self, name: str) -> float | None:
         """Return a number that `lct estimate` has predicted for GPUs. None on CPUs, and until it is ready."""

@@ -113,9 +113,8 @@ class Muon(torch.optim.Optimizer):
         """
         self.add_state()
         is_skipped = getattr(self, "found_inf", None)
-        share = (
-            None if is_skipped is None else 1 - is_skipped.double()
-        )  # 0: the step must change nothing
+        # 0: the step must change nothing
+        share = None if is_skipped is None else 1 - is_skipped.double()
         updates = [
             _Update(p, self.state[p], group)
             for group in self.matrix_groups
@@ -124,9 +123,8 @@ class Muon(torch.optim.Optimizer):
         for update in updates:
             self._advance(update, share)
         rounds = self._owners.rounds
-        gathered = (
-            self._owners.gather(rounds[0], partial(self._part, updates)) if rounds else None
-        )
+        part = partial(self._part, updates)
+        gathered = self._owners.gather(rounds[0], part) if rounds else None
         if self.other is not None:  # runs while the first matrices are sent
             if is_skipped is not None:
                 self.other.found_inf = is_skipped
@@ -135,7 +133,7 @@ class Muon(torch.optim.Optimizer):
         for number, matrices in enumerate(rounds, 1):
             whole = gathered()
             if number < len(rounds):  # sent while this round is computed
-                gathered = self._owners.gather(rounds[number], partial(self._part, updates))
+                gathered = self._owners.gather(rounds[number], part)
             results = newton_schulz(whole) if len(whole) else whole
             before = returned
             returned = self._owners.give_back(matrices, results)

@@ -161,8 +161,9 @@ class UpdateNorms(Observer):
             new = local_part(parameter)
             norms = torch._foreach_norm([new, new - old], 2, dtype=torch.float64)
             squares = to_device(torch.stack(norms).square(), self._sums.device)
-            self._sums[:2, kind] += squares / replicas_of(parameter, self._dims)
-            self._sums[2, kind] += new.numel() / replicas_of(parameter, self._dims)
+            replicas = replicas_of(parameter, self._dims)
+            self._sums[:2, kind] += squares / replicas
+            self._sums[2, kind] += new.numel() / replicas
         del self._old
 
     def record(self, positions: Positions) -> dict[str, float]:

@@ -34,13 +34,11 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, Muon):
         optimizer.add_state()
         optimizer = optimizer.other
-    if not isinstance(optimizer, torch.optim.Adam):
-        if optimizer is not None and not optimizer.state:
-            _step_without_effect(optimizer)
-        return
-    add_state(
-        optimizer, optimizer.param_groups, MOMENTS, getattr(optimizer, "state_dtype", None)
-    )
+    if isinstance(optimizer, torch.optim.Adam):
+        dtype = getattr(optimizer, "state_dtype", None)
+        add_state(optimizer, optimizer.param_groups, MOMENTS, dtype)
+    elif optimizer is not None and not optimizer.state:
+        _step_without_effect(optimizer)
 
 
 def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
@@ -103,7 +101,7 @@ def build_optimizer(
     moments = getattr(torch, config.state_dtype)
     matrix_group = {"params": list(matrices), "lr": _or(muon.lr, settings.lr)}
     matrix_group["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
-    groups = _with_rules([matrix_group] if matrices else [], settings, names)
+    groups = _with_rules([matrix_group], settings, names)
     in_order = {p: matrices[p] for group in groups for p in group["params"]}
     fused = implementation == "fused"
     owners = _owners(in_order, config, dims)
@@ -119,8 +117,8 @@ def _owners(
     device_type = dims["world"].device_type
     is_double = config.training.dtype == "float64"
     compute = "float64" if is_double else config.muon.dtype_on(device_type)
-    on = {"dtype": getattr(torch, compute), "device": torch.device(device_type)}
-    return Owners(matrices, dims.stage_group(), **on)
+    device = torch.device(device_type)
+    return Owners(matrices, dims.stage_group(), dtype=getattr(torch, compute), device=device)
 
 
 def _adam(
@@ -134,16 +132,14 @@ def _adam(
     how |= {name: implementation == name for name in ("foreach", "fused")}
     stored = {str(group["params"][0].dtype).removeprefix("torch.") for group in groups}
     if "bfloat16" in stored or settings.state_dtype not in (None, *stored):
-        moments = getattr(torch, config.state_dtype)
-        return RoundedAdam(groups, rounding, moments, decoupled_weight_decay=decoupled, **how)
+        how["decoupled_weight_decay"] = decoupled
+        return RoundedAdam(groups, rounding, getattr(torch, config.state_dtype), **how)
     return (torch.optim.AdamW if decoupled else torch.optim.Adam)(groups, **how)
 
 
 def _with_rules(
     groups: Sequence[Group], settings: Optimizer, names: Mapping[nn.Parameter, str]
 ) -> list[Group]:
-    if not settings.groups:
-        return list(groups)
     divided = []
     for group in groups:
         by_name = defaultdict(list)
@@ -162,7 +158,6 @@ def check_groups(
     optimizer: torch.optim.Optimizer,
     model_parts: Iterable[nn.Module],
     settings: Optimizer,
-    dims: ParallelDims,
 ) -> None:
     """Check that Muon has a matrix, and each entry of `optimizer.groups` a parameter, on at least one rank.
 
@@ -172,7 +167,6 @@ def check_groups(
         optimizer: The optimizer.
         model_parts: The model parts of this rank.
         settings: Table `[optimizer]`.
-        dims: The meshes of the run.
 
     Raises:
         SharedConfigError: An entry has no parameter that earlier entries leave to it, or Muon has no matrix.
@@ -180,19 +174,13 @@ def check_groups(
     names = [name for part in model_parts for name, _ in part.named_parameters()]
     used = [settings.group_of(name) for name in names]
     used_here = [group in used for group in settings.groups]
-    is_used_anywhere = []
-    if used_here:
-        flags = zip(*gather_values(used_here), strict=True)
-        is_used_anywhere = [any(ranks) for ranks in flags]
-    if unused := [
-        group
-        for group, is_used in zip(settings.groups, is_used_anywhere, strict=True)
-        if not is_used
-    ]:
-        raise SharedConfigError(
-            f"optimizer.groups has {unused[0]}, which is for no parameter that an earlier entry has not "
-            f"taken; examples of names: {', '.join(map(repr, names[:3]))}"
-        )
+    by_rank = gather_values(used_here) if used_here else []
+    for group, *is_used in zip(settings.groups, *by_rank, strict=True):
+        if not any(is_used):
+            raise SharedConfigError(
+                f"optimizer.groups has {group}, which is for no parameter that an earlier entry has "
+                f"not taken; examples of names: {', '.join(map(repr, names[:3]))}"
+            )
     if settings.name == "Muon" and not any(gather_values(bool(optimizer.matrix_groups))):
         raise SharedConfigError(
             "optimizer.name = 'Muon' finds no matrix in this model; use optimizer.name = 'AdamW'"
@@ -213,21 +201,14 @@ def parameter_groups(whole: nn.Module, weight_decay: float) -> list[Group]:
         weight_decay: Decay of the groups that decay.
     """
     embeddings = {m.weight for m in whole.modules() if isinstance(m, nn.Embedding)}
-    biases = {
-        bias
-        for m in whole.modules()
-        if isinstance(m, Experts)
-        for bias in (m.b13, m.b2)
-        if bias is not None
-    }
+    biases = {bias for m in whole.modules() if isinstance(m, Experts) for bias in (m.b13, m.b2)}
     groups = defaultdict(list)
     for p in (p for p in whole.parameters() if p.requires_grad):
         decays = p.ndim > 1 and p not in embeddings and p not in biases
         groups[decays, p.device_mesh if isinstance(p, DTensor) else None].append(p)
-    ordered = sorted(groups.items(), key=lambda group: not group[0][0])
     return [
         {"params": group, "weight_decay": weight_decay * decays}
-        for (decays, _), group in ordered
+        for (decays, _), group in sorted(groups.items(), key=lambda group: not group[0][0])
     ]
 
 

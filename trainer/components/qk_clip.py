@@ -44,10 +44,11 @@ class QKClip(Observer):
     ) -> None:
         self._dims = dims
         self._largest = largest
-        layers = [item for part in model_parts for item in part.layers.items()]
-        kinds = Attention, LatentAttention
         self._layers = {
-            int(n): layer.attention for n, layer in layers if isinstance(layer.attention, kinds)
+            int(n): layer.attention
+            for part in model_parts
+            for n, layer in part.layers.items()
+            if isinstance(layer.attention, Attention | LatentAttention)
         }
         self._places = {layer: place for place, layer in enumerate(self._layers)}
         heads = max((layer.args.n_heads for layer in self._layers.values()), default=0)
@@ -139,9 +140,8 @@ def _row_factors(attention: nn.Module, factors: Tensor) -> list[tuple[nn.Paramet
     groups = factors.unflatten(0, (-1, attention.args.n_heads // attention.args.n_kv_heads))
     key_factors = groups.amin(1).sqrt()
     query_parts = [(attention.head_dim, (groups / key_factors[:, None]).flatten())]
-    query_parts += (
-        [(attention.head_dim, torch.ones_like(factors))] if attention.args.gate else []
-    )
+    if attention.args.gate:
+        query_parts.append((attention.head_dim, torch.ones_like(factors)))
     rows = {queries: _rows(*query_parts), keys: _rows((attention.head_dim, key_factors))}
     return [
         (p, row_factors)

@@ -70,8 +70,8 @@ def global_indices(parameter: Tensor, start: int, stop: int) -> Tensor:
         reversed(local.shape), reversed(shape), reversed(chunk.offsets), strict=True
     ):
         indices.add_(position % size + offset, alpha=stride)
-        position = position // size
-        stride = stride * whole
+        position //= size
+        stride *= whole
     return indices
 
 
@@ -87,11 +87,11 @@ class Rounding:
     def __init__(
         self, names: Mapping[nn.Parameter, str], *, seed: int, stochastic: bool
     ) -> None:
-        self._keys = (
-            {p: parameter_seed(seed, f"{name}/rounding") for p, name in names.items()}
+        self._keys = {
+            p: parameter_seed(seed, f"{name}/rounding")
+            for p, name in names.items()
             if stochastic
-            else {}
-        )
+        }
 
     def bits(
         self, parameter: nn.Parameter, step: Tensor, start: int, stop: int

@@ -112,9 +112,11 @@ def _keep_up_to(path: Path, step: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, 1):
         try:
-            kept += [line + "\n"] if json.loads(line)["step"] <= step else []
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
-            damaged += [number] if number < len(lines) else []
+            if number < len(lines):
+                damaged.append(number)
     if damaged:
         numbers = ", ".join(map(str, damaged[:5])) + (", ..." if len(damaged) > 5 else "")
         logger.warning(f"damaged lines of {path} are removed: {numbers}")
@@ -141,14 +143,9 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, start_step: int = 0) -> None:
-        earlier = (
-            sorted(path for path in folder.glob("????????-??????") if path.is_dir())
-            if start_step
-            else []
-        )
-        self._run = (
-            earlier[-1] if earlier else folder / datetime.now().strftime("%Y%m%d-%H%M%S")
-        )
+        new = folder / datetime.now().strftime("%Y%m%d-%H%M%S")
+        earlier = [path for path in folder.glob("????????-??????") if path.is_dir()]
+        self._run = max(earlier, default=new) if start_step else new
         self._lost = 0
         self._next_try = 0.0
         with writing_to(folder):

@@ -37,7 +37,7 @@ class Contents:
     @property
     def tokens(self) -> int:
         """Number of tokens."""
-        return int(self.lengths.sum(dtype=np.int64))
+        return int(self.lengths.sum())
 
     def whole(self, length: int) -> float:
         """Return the retention: the share of documents that fit whole; 1.0 without documents.

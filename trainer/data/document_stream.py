@@ -57,16 +57,16 @@ class DocumentStream(ItemStream):
                 )
             tokens, labels, _ = self._sample
             here = slice(self._token, self._token + missing)
-            parts.append(Sample(tokens[here], labels[here]))
-            taken = len(parts[-1].tokens)
-            self._token = self._token + taken
-            missing = missing - taken
+            part = Sample(tokens[here], labels[here])
+            taken = len(part.tokens)
+            self._token += taken
+            missing -= taken
             barren = 0 if taken else barren + 1
             # an epoch may end with empty documents, and the next one may begin with them
             if barren == 2 * len(self.order):
                 raise ConfigError(no_text(len(self.order), self.order.stream))
-            if not taken:
-                parts.pop()
+            if taken:
+                parts.append(part)
             if self._token >= len(tokens):
                 self.advance()
         self.samples += 1

@@ -129,8 +129,8 @@ def _prompts_of_text(
     text = _haystack(tokenizer, random, room)
     for depth in depths:
         place = round(depth / 100 * len(text))
-        parts = (begin, *text[:place], needle, *text[place:], question, answer)
-        ids = np.fromiter(chain(*parts), np.int64)
+        parts = chain(begin, *text[:place], needle, *text[place:], question, answer)
+        ids = np.fromiter(parts, np.int64)
         labels = np.full(length, IGNORE_INDEX)
         labels[-len(answer) :] = answer
         yield NeedlePrompt(depth, together([Sample(ids[:-1], labels)], length), len(answer))

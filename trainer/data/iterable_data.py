@@ -177,8 +177,9 @@ class IterableDocuments:
                 self._loader.load_state_dict(json.loads(loader_state))
             self._iterator = iter(self._loader)
             # number of documents read in this pass
-            skipped = 0 if loader_state else sum(1 for _ in islice(self._iterator, first))
-            self._read = first if loader_state else skipped
+            self._read = (
+                first if loader_state else sum(1 for _ in islice(self._iterator, first))
+            )
         except Exception as error:  # whatever a user's code raises
             raise self._failed(f"{self._place} fails", error) from error
         if self._read < first:
@@ -307,7 +308,7 @@ class IterableData:
     items = 0
     """Number of documents: unknown."""
 
-    def check(self, data_streams: int | None, seed: int = 0) -> None:
+    def check(self, data_streams: int | None, seed: int) -> None:
         """Check nothing: nothing is known before the documents are read.
 
         Args:

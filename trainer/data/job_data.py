@@ -42,10 +42,13 @@ def validation_data(config: JobConfig) -> DataSettings:
     Args:
         config: The configuration of the run.
     """
-    keys = DataKeys("validation.dataset", "validation.dataset_path")
-    source = config.validation.source(config.training)
-    chat = config.chat
-    return DataSettings.of(*source, config.model, config.training, chat=chat, keys=keys)
+    return DataSettings.of(
+        *config.validation.source(config.training),
+        config.model,
+        config.training,
+        chat=config.chat,
+        keys=DataKeys("validation.dataset", "validation.dataset_path"),
+    )
 
 
 def all_data(config: JobConfig) -> list[DataSettings]:

@@ -158,8 +158,7 @@ class BatchLoader(StreamLoader):
             numbers, sequences = zip(
                 *self._next_samples(self._training.local_batch_size), strict=True
             )
-            arrays = arrays_of(sequences)
-            batch = planned_batch(arrays, self._plan)
+            batch = planned_batch(arrays_of(sequences), self._plan)
             if sequences[0].source is not None:
                 batch["sources"] = torch.tensor([sequence.source for sequence in sequences])
             batch["numbers"] = list(numbers)
@@ -179,8 +178,8 @@ def data_identity(states: Positions, training: Training) -> dict[str, int | str]
     here = asdict(training)
     del here["dataset_path"]  # a machine may have the same files elsewhere
     settings = {f"training.{name}": str(value) for name, value in here.items()}
-    beginning = next(iter(states.values()), {})  # every stream begins alike
-    return settings | dict(beginning)
+    # every stream begins alike
+    return settings | dict(next(iter(states.values()), {}))
 
 
 def batch_hash(batch: Mapping[str, Any]) -> int:

@@ -83,9 +83,10 @@ class MixtureStream:
     @property
     def state(self) -> StreamState:
         """The number of samples given so far, and the state of each source's stream under "name/key"."""
-        parts = ((name, part.state) for name, part in self.parts.items())
         return {"samples": self.samples} | {
-            f"{name}/{key}": x for name, state in parts for key, x in state.items()
+            f"{name}/{key}": x
+            for name, part in self.parts.items()
+            for key, x in part.state.items()
         }
 
     @property
@@ -131,7 +132,7 @@ class Mixture:
         """Documents of each source."""
         return tuple(part.items for part in self.parts.values())
 
-    def check(self, data_streams: int | None, seed: int = 0) -> None:
+    def check(self, data_streams: int | None, seed: int) -> None:
         """Check that every stream has a document of every source; see `TextData.check`.
 
         Args:
@@ -172,18 +173,16 @@ class Mixture:
             data_streams: Number of streams.
             *how: Seed, data-parallel rank and degree.
         """
-        parts = zip(self.parts.items(), items, strict=True)
         streams = {
             name: part.streams(number, seq_len, data_streams, *how)
-            for (name, part), number in parts
+            for (name, part), number in zip(self.parts.items(), items, strict=True)
         }
         ends = ends_of(self.weights)
-        numbers = next(iter(streams.values()))
         return {
             s: MixtureStream(
                 {name: own[s] for name, own in streams.items()}, ends, s, data_streams
             )
-            for s in numbers
+            for s in next(iter(streams.values()))
         }
 
     def describe(self, items: tuple[int, ...], seq_len: int) -> dict[str, int]:
@@ -193,10 +192,9 @@ class Mixture:
             items: Number of documents of each source.
             seq_len: Tokens of a sequence.
         """
-        parts = zip(self.parts.items(), items, strict=True)
         return {
             f"{name}/{key}": x
-            for (name, part), number in parts
+            for (name, part), number in zip(self.parts.items(), items, strict=True)
             for key, x in part.describe(number, seq_len).items()
         }
 

@@ -106,9 +106,9 @@ def together(samples: Sequence[Sample], seq_len: int) -> PackedSequence:
     lengths.append(padding)
     sequence = PackedSequence(
         tokens=np.zeros(seq_len, dtype=np.int64),
-        labels=np.full(seq_len, IGNORE_INDEX, dtype=np.int64),
+        labels=np.full(seq_len, IGNORE_INDEX),
         positions=positions_of(lengths, padding=padding),
-        document_ids=np.repeat(np.arange(len(lengths), dtype=np.int64), lengths),
+        document_ids=np.repeat(np.arange(len(lengths)), lengths),
         padding=padding,
     )
     sequence.tokens[: seq_len - padding] = np.concatenate([sample.tokens for sample in samples])

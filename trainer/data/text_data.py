@@ -37,7 +37,7 @@ class TextData:
         """Number of documents."""
         return len(self.source)
 
-    def check(self, data_streams: int | None, seed: int = 0) -> None:
+    def check(self, data_streams: int | None, seed: int) -> None:
         """Check that every stream has a document with text. Of more than SORTED documents the text is not read.
 
         Args:
@@ -107,9 +107,9 @@ class TextData:
             dp_rank: The data-parallel rank.
             dp_degree: The number of data-parallel ranks.
         """
-        shares = assigned(items, data_streams, seed, dp_rank, dp_degree)
         return {
-            s: self.packed(Shuffled(own, stream=s, seed=seed), seq_len) for s, own in shares
+            s: self.packed(Shuffled(own, stream=s, seed=seed), seq_len)
+            for s, own in assigned(items, data_streams, seed, dp_rank, dp_degree)
         }
 
     def describe(self, items: int, seq_len: int) -> dict[str, int]:
@@ -144,12 +144,8 @@ class TextData:
             ConfigError: Documents are missing, or were added at another place.
         """
         now = len(self.source)
-        before = saved.get("documents", len(self.source))
-        if (
-            now > before
-            and "content" in saved
-            and self.source.fingerprint(before) == saved["content"]
-        ):
+        before = saved.get("documents", now)
+        if now > before and self.source.fingerprint(before) == saved.get("content"):
             logger.info(
                 f"the data set has {now - before:,} more documents than at the start of this run, which continues "
                 f"with its {before:,}; a new run reads all (checkpoint.initial_load_path takes the weights there)"

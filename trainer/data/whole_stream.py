@@ -191,9 +191,8 @@ class WholeStream(ItemStream):
             self._place < len(self.order)
             and self._tokens < self._enough
             and not self._whole_left
+            and self._place - next(iter(self._waiting), self._place) < WINDOW
         ):
-            if self._waiting and self._place - next(iter(self._waiting)) >= WINDOW:
-                break
             self._read(self._place)
             self._place += 1
         return bool(self._waiting or self._whole_left)
@@ -245,5 +244,5 @@ class WholeStream(ItemStream):
         return sample
 
     def _next_epoch(self) -> None:
-        self._epoch = self._epoch + 1
+        self._epoch += 1
         self._place = 0

@@ -44,10 +44,8 @@ def document_costs(
     """
     # With full attention the FLOPs of a token grow by a constant for each token of the sequence.
     linear = 2 * flops_per_token(1)[0] - flops_per_token(2)[0]
-    ends = np.arange(_TILE, longest + _TILE, _TILE)
-    attention = np.array(
-        [0.0, *(int(end) * (flops_per_token(int(end))[1] - linear) for end in ends)]
-    )
+    ends = range(_TILE, longest + _TILE, _TILE)
+    attention = np.array([0.0, *(end * (flops_per_token(end)[1] - linear) for end in ends)])
 
     def costs(lengths: np.ndarray) -> np.ndarray:
         return lengths * linear + attention[-(-lengths // _TILE)]
@@ -172,8 +170,8 @@ def _targets(descending: np.ndarray, micro_batches: int, ranks: int) -> np.ndarr
     for first in firsts:  # descending
         if first * number <= left:
             break
-        left = left - first
-        number = number - 1
+        left -= first
+        number -= 1
     return np.maximum(firsts, left / number if number else 0.0)
 
 
@@ -271,23 +269,17 @@ class BalancedBatches:
             np.concatenate([np.empty((0, width), np.int32), *sent]).reshape(-1)
         )
         numbers = width * lengths
-        send_sizes = (
-            np.bincount(destinations, numbers[owners == rank], ranks).astype(int).tolist()
-        )
-        receive_sizes = (
-            np.bincount(owners[target_ranks == rank], numbers[target_ranks == rank], ranks)
-            .astype(int)
-            .tolist()
+        send_sizes, receive_sizes = (
+            np.bincount(peers[here], numbers[here], ranks).astype(int).tolist()
+            for peers, here in ((target_ranks, owners == rank), (owners, target_ranks == rank))
         )
         received, pending = all_to_all(
             flat, send_sizes, receive_sizes, self.group, kind="documents"
         )
         pending.wait()
         # the received documents: in the order of ranks, then in the order in which the rank read them
-        ends = np.cumsum(lengths[target_ranks == rank])
-        documents = (
-            np.split(received.numpy().reshape(-1, width), ends[:-1]) if len(ends) else []
-        )
+        ends = np.cumsum(lengths[target_ranks == rank])[:-1]
+        documents = np.split(received.numpy().reshape(-1, width), ends)
         micro_batches = (assigned.bins // ranks)[target_ranks == rank]
         for i in range(len(read)):
             yield [documents[j] for j in np.flatnonzero(micro_batches == i)]
@@ -364,10 +356,8 @@ def row(documents: Sequence[np.ndarray], step: Step) -> dict[str, np.ndarray]:
     lengths = [len(document) for document in documents]
     padding = step.padded(sum(lengths)) - sum(lengths)
     names = ("tokens", "labels", "sources")[: 3 if step.has_sources else 2]
-    filler = np.tile(
-        np.array([(0, IGNORE_INDEX, 0)[: len(names)]], dtype=np.int64), (padding, 1)
-    )
-    columns = np.concatenate([*documents, filler]).astype(np.int64)
+    filler = np.tile((0, IGNORE_INDEX, 0)[: len(names)], (padding, 1))
+    columns = np.concatenate([*documents, filler])
     lengths.append(padding)
     arrays = {
         **{name: columns[:, i] for i, name in enumerate(names)},

@@ -86,9 +86,8 @@ class Evaluation:
             self._batch(arrays) for _, arrays in own_batches(sequences, self.rows, self.dims)
         )
         forward_only(self.task, [self.model], None, batches, measure)
-        totals = self._total(sums).tolist()
         rows = []
-        for (first, last), (total, n) in zip(places, totals, strict=True):
+        for (first, last), (total, n) in zip(places, self._total(sums).tolist(), strict=True):
             loss = total / max(n, 1)
             finite = perplexity(loss) if math.isfinite(perplexity(loss)) else None
             rows.append(

@@ -56,10 +56,9 @@ class FurtherTokens(Totals):
         Args:
             positions: Positions of the data streams; not used.
         """
-        dims = self._dims
         totals = self._totals.clone()
         for name in ("pp", "cp", "dp"):
-            totals = all_reduce(totals, dims[name])
+            totals = all_reduce(totals, self._dims[name])
         self._totals.zero_()
         layers = enumerate(totals.T.tolist(), 1)
         return {
@@ -84,10 +83,10 @@ def further_targets(
     next_tokens = []
     next_labels = []
     for distance in range(1, layers + 1):
-        is_inside = _shifted(documents, distance, -1) == documents
+        outside = _shifted(documents, distance, -1) != documents
         following = _shifted(labels, distance, IGNORE_INDEX)
-        next_tokens.append(_shifted(tokens, distance, 0).masked_fill(~is_inside, 0))
-        next_labels.append(following.masked_fill(~is_inside, IGNORE_INDEX))
+        next_tokens.append(_shifted(tokens, distance, 0).masked_fill(outside, 0))
+        next_labels.append(following.masked_fill(outside, IGNORE_INDEX))
     return {
         "next_tokens": torch.stack(next_tokens, -1),
         "next_labels": torch.stack(next_labels, -1),

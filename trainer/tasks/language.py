@@ -273,8 +273,9 @@ class LanguageTask:
             hooks=AttentionHooks(scores, self.dims.machine.gpu),
         ) as handles:
             chunks = own.split([stop - start for ((start, stop),) in layout.ranges])
-            parts = zip(chunks, handles, strict=True)
-            inputs = tuple(chunk.inputs(handle) for chunk, handle in parts)
+            inputs = tuple(
+                chunk.inputs(handle) for chunk, handle in zip(chunks, handles, strict=True)
+            )
             yield own.inputs(None)._replace(chunks=inputs)
 
     @contextmanager

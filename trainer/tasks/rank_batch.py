@@ -64,9 +64,9 @@ class RankBatch:
         Args:
             sizes: Number of tokens of each record.
         """
-        names = [name for name, x in self.columns.items() if x.ndim > 1]
-        parts = zip(*(x.split(list(sizes), 1) for x in self.per_token), strict=True)
-        return [RankBatch(dict(zip(names, part, strict=True))) for part in parts]
+        cut = {name: x.split(list(sizes), 1) for name, x in self.columns.items() if x.ndim > 1}
+        parts = zip(*cut.values(), strict=True)
+        return [RankBatch(dict(zip(cut, part, strict=True))) for part in parts]
 
     def inputs(self, plan: Tensor | None) -> RankInputs:
         """Return the inputs of the model and of its losses.
@@ -75,8 +75,11 @@ class RankBatch:
             plan: The handle of the open attention plan, any shape. None if no context is open.
         """
         optional = {name: self.columns[name] for name in _ARGUMENTS if name in self.columns}
-        positions = self.columns.get("positions")
-        arguments = {"positions": positions, "attention_plan": plan, **optional}
+        arguments = {
+            "positions": self.columns.get("positions"),
+            "attention_plan": plan,
+            **optional,
+        }
         return RankInputs(self.columns["tokens"], arguments, self.targets, batch=self.columns)
 
 

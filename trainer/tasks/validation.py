@@ -73,8 +73,8 @@ class Validation:
         The last sequence is left out if it would continue with the first document again. Every rank and every
         validation gets the same sequences.
         """
-        order = Shuffled(range(self._data.items), stream=0, seed=0)
-        stream = self._data.packed(order, self.seq_len)
+        documents = range(self._data.items)
+        stream = self._data.packed(Shuffled(documents, stream=0, seed=0), self.seq_len)
         wanted = self.settings.sequences
         while not wanted or stream.samples < wanted:
             sequence = stream.next_sample()

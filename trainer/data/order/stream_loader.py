@@ -182,10 +182,7 @@ def _check(saved: StreamState, fixed: StreamState, position: StreamState) -> Non
             "the checkpoint is of an older version, which had bits instead of the documents that wait for a "
             f"sequence; resume with that version, {AGAIN}"
         )
-    entries = (
-        {key for key in keys if not _is_identity(key)} for keys in (saved, {*fixed, *position})
-    )
-    if next(entries) != next(entries):
+    if not all(map(_is_identity, saved.keys() ^ {*fixed, *position})):
         raise ConfigError(
             "the saved position in the data belongs to another training.dataset or training.packing; "
             f"resume with the settings of the run that saved it, {AGAIN}"

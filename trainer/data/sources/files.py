@@ -92,7 +92,8 @@ def stdlib_files() -> tuple[str, ...]:
     texts = []
     for file in files:
         with suppress(UnicodeDecodeError, OSError):
-            texts += [str(file)] if file.read_bytes().decode("utf-8-sig").strip() else []
+            if file.read_bytes().decode("utf-8-sig").strip():
+                texts.append(str(file))
     return tuple(texts)
 
 
@@ -138,13 +139,12 @@ def find_files(
     )
     if files:
         return files
-    problem = (
-        f"a folder without *{' and *'.join(endings)} files"
-        if is_folder
-        else "neither a file nor a folder"
-    )
-    if glob.has_magic(path) and not is_folder:
+    if is_folder:
+        problem = f"a folder without *{' and *'.join(endings)} files"
+    elif glob.has_magic(path):
         problem = "a glob that matches no file"
+    else:
+        problem = "neither a file nor a folder"
     other = next(
         (other for end, other in others.items() if any(file.endswith(end) for file in matches)),
         None,
@@ -258,11 +258,9 @@ def contents(files: Sequence[str]) -> list[int]:
         known = {
             tuple(row[:3]): row[3] for row in rows[: len(rows) // 4 * 4].reshape(-1, 4).tolist()
         }
-    unknown = [i for i, key in enumerate(keys) if key not in known]
+    unknown = {key: file for key, file in zip(keys, files, strict=True) if key not in known}
     if unknown:
-        known |= dict(
-            zip([keys[i] for i in unknown], _hashed([files[i] for i in unknown]), strict=True)
-        )
+        known |= zip(unknown, _hashed([*unknown.values()]), strict=True)
         # the newest row of each file
         latest = {key[0]: (*key, content) for key, content in known.items()}
         with suppress(OSError):  # without a cache the files are hashed again

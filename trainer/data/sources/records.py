@@ -249,8 +249,8 @@ def _lines_before(file: str, place: int) -> int:
     number = 0
     with open(file, "rb") as stream:
         while block := stream.read(min(BLOCK, place)):
-            number = number + block.count(b"\n")
-            place = place - len(block)
+            number += block.count(b"\n")
+            place -= len(block)
     return number
 
 

@@ -49,7 +49,7 @@ class ByteRanges:
             raise ConfigError(
                 f"{file} is shorter than when the run began to read it (byte {stop} is missing); restore it"
             )
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
 
 def _open_files_allowed() -> int:
@@ -60,7 +60,5 @@ def _open_files_allowed() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft := wanted, hard))
-    return max(
-        min(soft if soft != resource.RLIM_INFINITY else wanted, wanted) - _OTHER_FILES, 64
-    )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(wanted - _OTHER_FILES, 64)

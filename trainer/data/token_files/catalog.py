@@ -156,9 +156,13 @@ def _catalog_of_cache(settings: DataSettings, folder: Path) -> Catalog:
     ):
         raise BadRecord(bad["first"])
     pairs = [_own_pair(str(folder / f"{name}.idx"), entry) for name, entry in shards.items()]
-    vocab_size = manifest["tokenizer"]["vocab_size"]
-    remedy = f"remove {folder}, and the next start makes it again"
-    return Catalog(pairs, manifest["made_by"], manifest["content"], vocab_size, remedy)
+    return Catalog(
+        pairs,
+        manifest["made_by"],
+        manifest["content"],
+        manifest["tokenizer"]["vocab_size"],
+        f"remove {folder}, and the next start makes it again",
+    )
 
 
 def _catalog_of_pairs(settings: DataSettings) -> Catalog:
@@ -176,8 +180,13 @@ def _catalog_of_pairs(settings: DataSettings) -> Catalog:
         digest.update(f"{own or next(both)}\0".encode())
         documents += pair.documents
         content.append((documents, number_of(digest)))
-    vocab_size = vocab_size_of(settings.tokenizer)
-    return Catalog([pair for pair, _ in pairs], made_by(settings), content, vocab_size, _REMEDY)
+    return Catalog(
+        [pair for pair, _ in pairs],
+        made_by(settings),
+        content,
+        vocab_size_of(settings.tokenizer),
+        _REMEDY,
+    )
 
 
 def _pairs(settings: DataSettings) -> Iterator[tuple[Pair, tuple[int, int, int] | None]]:

@@ -92,14 +92,16 @@ class Pair(NamedTuple):
         number of sequences.
         """
         n = self.sequences
-        m = self.documents + 1
-        lengths, places, firsts = (
+        return tuple(
             np.memmap(self.idx, dtype, "r", HEADER.size + offset, (count,))
             if count
             else np.empty(0, dtype)
-            for dtype, offset, count in (("<i4", 0, n), ("<i8", 4 * n, n), ("<i8", 12 * n, m))
+            for dtype, offset, count in (
+                ("<i4", 0, n),
+                ("<i8", 4 * n, n),
+                ("<i8", 12 * n, self.documents + 1),
+            )
         )
-        return lengths, places, firsts
 
 
 def open_pair(idx: str) -> Pair:
@@ -157,13 +159,11 @@ def checked_pair(idx: str) -> Pair:
         firsts[0] == 0 and firsts[-1] == len(lengths) and (not len(places) or places[0] == 0)
     )
     for start in range(0, len(firsts), _CHECKED):
-        whole = whole and bool((np.diff(firsts[start : start + _CHECKED + 1]) >= 0).all())
+        whole &= (np.diff(firsts[start : start + _CHECKED + 1]) >= 0).all()
     for start in range(0, len(lengths), _CHECKED):
         sizes = lengths[start : start + _CHECKED].astype(np.int64) * pair.itemsize
         steps = np.diff(places[start : start + _CHECKED + 1])
-        whole = (
-            whole and bool((sizes >= 0).all()) and bool((steps == sizes[: len(steps)]).all())
-        )
+        whole &= (sizes >= 0).all() and (steps == sizes[: len(steps)]).all()
     if not whole:
         raise ConfigError(
             f"{idx} is damaged: its sequences do not follow each other in {Path(pair.ids).name}, or its documents in "
@@ -307,9 +307,7 @@ class TokenFiles:
                 pair.answers, start // pair.itemsize, stop // pair.itemsize
             )
         if pair.crc is not None:
-            (known,) = np.frombuffer(
-                self._reads.read(pair.crc, 4 * i, 4 * i + 4), dtype="<u4"
-            ).tolist()
+            known = int.from_bytes(self._reads.read(pair.crc, 4 * i, 4 * i + 4), "little")
             if zlib.crc32(answers, zlib.crc32(content)) != known:
                 raise BadRecord(
                     f"{pair.ids}, document {i}, is damaged: its check sum is wrong; {self._catalog.remedy}"

@@ -83,18 +83,21 @@ class Inputs:
             shard_bytes: Bytes of a part, as configured; None if it is chosen by the size of the data.
         """
         tokenizer = self.settings.tokenizer
-        described = {"hash": tokenizer_hash(tokenizer), "name": Path(tokenizer).name}
-        described["vocab_size"] = vocab_size_of(tokenizer)
         names = {
             "format": _FORMAT,
             "dataset": self.settings.dataset,
             "shard_bytes": shard_bytes,
         }
-        names |= {"path": self.settings.path} if self.settings.hub else {}
+        if self.settings.hub:
+            names["path"] = self.settings.path
         if self.settings.dataset in CONVERSATIONS:
             names |= {"labels": LABELS, "template": template_hash(self.settings)}
         return names | {
-            "tokenizer": described,
+            "tokenizer": {
+                "hash": tokenizer_hash(tokenizer),
+                "name": Path(tokenizer).name,
+                "vocab_size": vocab_size_of(tokenizer),
+            },
             "made_by": dict(self.made_by),
             "inputs": list(self.digests),
         }
@@ -126,7 +129,7 @@ class Inputs:
                 if file != last:
                     digest.update(f"{digests[file]}\0".encode())
                     contents.append((documents, 0))
-                documents = documents + count
+                documents += count
                 last = file
                 contents[-1] = documents, number_of(digest)
         return contents
@@ -151,8 +154,7 @@ def made_by(settings: DataSettings) -> dict[str, int]:
     if settings.dataset in ("jsonl", "hub"):
         hashes["text_field"] = hash_of(settings.text_field)
     if settings.dataset in CONVERSATIONS:
-        encoder = settings.conversation_encoder()
-        hashes["template"] = hash_of(encoder.identity)
+        hashes["template"] = hash_of(settings.conversation_encoder().identity)
     return hashes
 
 

@@ -36,6 +36,8 @@ from trainer.runtime.dump_folder import wait_for_lock
 from trainer.runtime.launcher_watch import end_with
 
 Log = Callable[[str], None]
+_Work = Mapping[int, tuple[DataSettings, Part, Path]]
+"""Numbers of shards, with the arguments of `write_shard`."""
 _ALONE_BYTES = 1 << 24  # input of about a second: other processes would take longer to start
 _LOG_SECONDS = 5.0
 _TOKENS_A_BYTE = 0.3  # typical number of tokens of a byte of text
@@ -109,8 +111,7 @@ def _pinned(settings: DataSettings) -> DataSettings:
     note = cache_folder() / "hub" / f"{hash_of(hub):016x}"
     if not note.exists():
         write_whole(note, HubData.of(hub).pinned().path.encode())
-    pinned = settings.path.removesuffix(hub) + note.read_text("utf-8")
-    return replace(settings, path=pinned)
+    return replace(settings, path=settings.path.removesuffix(hub) + note.read_text("utf-8"))
 
 
 def tokenize(
@@ -148,7 +149,8 @@ def tokenize(
         left = _missing(stems, noted(folder).get("shards", {}), log)
         if len(left) < len(parts):
             log(f"{folder} has {len(parts) - len(left)} of {len(parts)} shards already")
-        _write(inputs.settings, parts, stems, left, processes=processes, log=log, every=every)
+        work = {i: (inputs.settings, parts[i], stems[i]) for i in left}
+        _write(work, processes=processes, log=log, every=every)
         entries = [entry_of(stem) for stem in stems]
         shards = dict(zip([stem.name for stem in stems], entries, strict=True))
         manifest = plan | {"content": inputs.content(parts, entries), "shards": shards}
@@ -156,9 +158,8 @@ def tokenize(
         # files of killed processes
         for file in (folder / UNFINISHED, *folder.glob("*.tmp")):
             file.unlink(missing_ok=True)
-    documents, tokens = (
-        sum(entry[key] for entry in entries) for key in ("documents", "tokens")
-    )
+    documents = sum(entry["documents"] for entry in entries)
+    tokens = sum(entry["tokens"] for entry in entries)
     seconds = _duration(time.monotonic() - started)
     log(
         f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})"
@@ -232,55 +233,42 @@ def _missing(stems: Sequence[Path], entries: Mapping[str, Any], log: Log) -> lis
     return missing
 
 
-def _write(
-    settings: DataSettings,
-    parts: Sequence[Part],
-    stems: Sequence[Path],
-    left: Sequence[int],
-    *,
-    processes: int,
-    log: Log,
-    every: float,
-) -> None:
+def _write(work: _Work, *, processes: int, log: Log, every: float) -> None:
     started = logged = time.monotonic()
     done = 0
-    total = sum(parts[i].size for i in left)
-    work = {i: (settings, parts[i], stems[i]) for i in left}
-    for number, i in enumerate(_written(work, min(processes, len(left))), 1):
-        done += parts[i].size
+    total = sum(part.size for _, part, _ in work.values())
+    for number, i in enumerate(_written(work, min(processes, len(work))), 1):
+        _, part, stem = work[i]
+        done += part.size
         if (now := time.monotonic()) - logged < every:
             continue
         logged = now
         seconds = now - started
-        share = done / total if total else number / len(left)
+        share = done / total if total else number / len(work)
         rate = (
             f"{done / 2**20:,.0f} of {total / 2**20:,.0f} MiB, {done / 2**20 / seconds:.1f} MiB/s, "
             if total
             else ""
         )
-        log(
-            f"{stems[i].name}: {number} of {len(left)} shards, {rate}{_duration(seconds * (1 - share) / share)} left"
-        )
+        left = _duration(seconds * (1 - share) / share)
+        log(f"{stem.name}: {number} of {len(work)} shards, {rate}{left} left")
 
 
-def _written(
-    work: Mapping[int, tuple[DataSettings, Part, Path]], processes: int
-) -> Iterator[int]:
+def _written(work: _Work, processes: int) -> Iterator[int]:
     """Write shards and yield the number of each, in the order in which they are finished.
 
     If a process fails, its ConfigError is raised. If a process is killed, a ConfigError says so.
-
-    work: number of a shard -> arguments of `write_shard`.
     """
     if processes <= 1:
         for number, one in work.items():
             write_shard(*one)
             yield number
         return
-    spawn = multiprocessing.get_context("spawn")
-    begin = (os.getpid(), tuple(IMPORTED))
     with ProcessPoolExecutor(
-        processes, spawn, initializer=_begin_process, initargs=begin
+        processes,
+        multiprocessing.get_context("spawn"),
+        initializer=_begin_process,
+        initargs=(os.getpid(), tuple(IMPORTED)),
     ) as pool:
         try:
             numbers = {pool.submit(write_shard, *one): number for number, one in work.items()}
@@ -293,7 +281,7 @@ def _written(
                 "which makes the shards that are missing, or `lct tokenize` with fewer --processes"
             ) from None
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
 
 
 def _begin_process(parent: int, packages: Sequence[str]) -> None:

@@ -45,9 +45,10 @@ def json_files(file: str, longest: int) -> dict[str, Any]:
         [AddedToken(name, special=True, normalized=False) for name in SPECIAL_TOKENS]
     )
     begin, end = SPECIAL_TOKENS[:2]
-    first = [(begin, len(ranks))]
     made.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=first
+        single=f"{begin} $A",
+        pair=f"{begin} $A {begin}:1 $B:1",
+        special_tokens=[(begin, len(ranks))],
     )
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

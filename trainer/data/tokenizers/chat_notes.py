@@ -127,10 +127,9 @@ def _loses_reasoning(message: Message, text: str) -> bool:
     written = message.get("content", "").rpartition("</think>")[0].replace("<think>", "")
     parts = [
         part
-        for part in (written, *(message.get(key) for key in REASONING))
-        if isinstance(part, str)
+        for part in (written, *map(message.get, REASONING))
+        if isinstance(part, str) and part.strip()
     ]
-    parts = [part for part in parts if part.strip()]
     return bool(parts) and not any(_has(part, text) for part in parts)
 
 

@@ -62,9 +62,7 @@ class TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         ranks = read_ranks(file, shown)
-        special = self._special = {
-            name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)
-        }
+        special = self._special = {name: i for i, name in enumerate(SPECIAL_TOKENS, len(ranks))}
         self._encoding = tiktoken.Encoding(
             "llama3", pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=special
         )
@@ -96,17 +94,14 @@ class TiktokenTokenizer(Tokenizer):
         ids = []
         for number, part in enumerate(parts):
             ids += [self._special[part]] if number % 2 else self.encode(part)
-        lengths = [len(token) for token in self._encoding.decode_tokens_bytes(ids)]
-        stops = np.cumsum(lengths, dtype=np.int64)
+        tokens = self._encoding.decode_tokens_bytes(ids)
+        lengths = np.array([len(token) for token in tokens], dtype=np.int64)
+        stops = np.cumsum(lengths)
         # The character of each byte; a character that is cut belongs to both tokens.
         starts_one = np.frombuffer(text.encode(), dtype=np.uint8) & 0xC0 != 0x80
-        character = np.cumsum(starts_one, dtype=np.int64) - 1
-        places = (
-            np.stack([character[stops - lengths], character[stops - 1] + 1], axis=1)
-            if ids
-            else np.empty((0, 2))
-        )
-        return np.array(ids, dtype=np.int64), places.astype(np.int64)
+        character = np.cumsum(starts_one) - 1
+        places = np.stack([character[stops - lengths], character[stops - 1] + 1], axis=1)
+        return np.array(ids, dtype=np.int64), places
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids; see `Tokenizer.decode`.
@@ -165,7 +160,7 @@ def read_ranks(file: str, shown: str) -> dict[bytes, int]:
                 f"model.tokenizer_path = {shown!r} is no tokenizer of tiktoken's format (line {number} must be"
                 f" `base64 rank`){HINT}"
             ) from None
-    if len(set(ranks.values())) != len(ranks) or set(ranks.values()) != set(range(len(ranks))):
+    if sorted(ranks.values()) != list(range(len(ranks))):
         raise ConfigError(
             f"model.tokenizer_path = {shown!r} must number its tokens 0, 1, 2, ... without a gap{HINT}"
         )
