@@ -157,10 +157,8 @@ def send_receive(
         )
         for t in transfers
     ]
-    timeout = None
     # `wait` of gloo without an argument uses the time-out with which the group was made, not the present one.
-    if dist.get_backend(group) == "gloo":
-        timeout = group_timeout(group, "cpu")
+    timeout = group_timeout(group, "cpu") if dist.get_backend(group) == "gloo" else None
     return Pending(dist.batch_isend_irecv(operations), transfers, arrived, timeout)
 
 
