@@ -18,7 +18,7 @@ from longshard.sharding.exchange import send_rows
 from longshard.sharding.layout import AxisLayout, sized
 from longshard.sharding.placement import places_on, rows_on, unshard
 from longshard.sharding.rows import fetch, layout_of
-from longshard.sharding.tensors import with_adjoint
+from longshard.sharding.tensors import joined, with_adjoint
 
 
 def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
@@ -255,7 +255,8 @@ def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> Tenso
         if dim == len(shape):
             return torch.as_tensor(source[chosen], dtype=dtype)
         ranges = domain.ranges(dim, shape[dim]) or ((0, 0),)
-        parts = [part(dim + 1, (*chosen, slice(start, stop))) for start, stop in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return joined(
+            [part(dim + 1, (*chosen, slice(start, stop))) for start, stop in ranges], dim
+        )
 
     return part(0, ())
