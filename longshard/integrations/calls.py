@@ -160,12 +160,11 @@ def _transformers_attention(
     hides_from = 0
     # A note of `_transformers_mask` is an expanded tensor on the CPU. It has no memory, can be read without waiting
     # for a GPU, and does not change when it is detached or sliced.
-    mask = attention_mask
     if (
-        mask is not None
-        and mask.dtype == torch.int32
-        and mask.device.type == "cpu"
-        and not any(mask.stride())
+        attention_mask is not None
+        and attention_mask.dtype == torch.int32
+        and attention_mask.device.type == "cpu"
+        and not any(attention_mask.stride())
     ):
         noted = int(attention_mask[0, 0, 0, 0])
         attention_mask = None
@@ -185,7 +184,7 @@ def _transformers_attention(
     call = Call(
         query, key, value, scaling, is_causal, window, s_aux, positions, hides_from, refusal
     )
-    return attend(call.q, call).transpose(1, 2), None
+    return attend(query, call).transpose(1, 2), None
 
 
 def _transformers_mask(
