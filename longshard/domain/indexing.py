@@ -233,11 +233,10 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
     kept = [place for place, i in enumerate(index) if not isinstance(i, int)]
     ellipsis = next((place for place in kept if index[place] is Ellipsis), len(index))
     dims = [
-        n if place < ellipsis else n - len(kept)
+        (n if place < ellipsis else n - len(kept)) % y.ndim
         for n, place in enumerate(kept)
         if place in places
     ]
-    dims = [dim % y.ndim for dim in dims]
     if dims[-1] - dims[0] >= len(
         dims
     ):  # the tensors are apart, and torch moves their dimensions to the front
@@ -354,11 +353,12 @@ def _asked(axis: Axis, numbers: Tensor) -> _Asked:
     positions, back = places_on(axis.layout, numbers.device)[numbers].unique(
         return_inverse=True
     )
-    ends = torch.tensor(axis.layout.lengths, device=numbers.device).cumsum(0)
+    lengths = torch.tensor(axis.layout.lengths, device=numbers.device)
+    ends = lengths.cumsum(0)
     owners = torch.searchsorted(ends, positions, right=True)
     arriving, sent = exchange_counts(
         owners.bincount(minlength=axis.degree), axis.group, kind=_KIND
     )
-    firsts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    places = send_rows(positions - firsts[owners], arriving, sent, axis.group, kind=_KIND)
+    places = positions - (ends - lengths)[owners]
+    places = send_rows(places, arriving, sent, axis.group, kind=_KIND)
     return _Asked(places, sent, arriving, back)
