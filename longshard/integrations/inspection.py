@@ -87,13 +87,11 @@ class Allowed:
             module: The module; None for a kind of layers.
             name: The dotted name of the module, or the kind.
         """
-        names = {name, *(cls.__name__ for cls in type(module).__mro__ if module is not None)}
-        entries = [
-            x
-            for x in self._entries
-            if (isinstance(module, x) if isinstance(x, type) else x in names)
-        ]
-        self._used.update(entries)
+        classes = [] if module is None else type(module).__mro__
+        entries = {name, *classes, *(cls.__name__ for cls in classes)}.intersection(
+            self._entries
+        )
+        self._used |= entries
         return bool(entries)
 
     @property
