@@ -171,8 +171,8 @@ def _checked_domain(q: Any, k: Any, v: Any) -> Domain:
     domain = common_domain((q, k, v), q.shape)
     if any(dim > q.ndim - 3 for dim in domain.axes):
         raise ValueError(
-            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
-            "must have whole; shard batch or spatial dimensions"
+            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, "
+            "which every rank must have whole; shard batch or spatial dimensions"
         )
     return domain
 

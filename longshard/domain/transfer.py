@@ -216,8 +216,8 @@ def scatter(
             "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
         )
         raise ValueError(
-            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {description} on this "
-            "rank; pass the tensor on the source, and None elsewhere"
+            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {description} "
+            "on this rank; pass the tensor on the source, and None elsewhere"
         )
     rows = list(shape)
     with torch.no_grad():
