@@ -99,8 +99,8 @@ def refusal_of_call(
     if mask is not None:
         return (
             f"this attention got a mask of shape {tuple(mask.shape)}, which says nothing of the tokens of other ranks; "
-            "give the model no mask (transformers: an all-ones `attention_mask`, cut as a buffer), and packed "
-            "documents as `context_parallel(mask=...)`"
+            "give the model no mask (transformers: an all-ones `attention_mask`, cut as a buffer), "
+            "and packed documents as `context_parallel(mask=...)`"
         )
     if dropout > 0:
         return f"attention with dropout {dropout} cannot be context parallel; set the model's attention dropout to 0"
@@ -110,8 +110,8 @@ def refusal_of_call(
         or k.shape[:3] != v.shape[:3]
     ):
         return (
-            f"attention of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} cannot be intercepted; give "
-            "queries (B, H, S, D), and keys and values (B, K, S, D)"
+            f"attention of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} cannot be intercepted; "
+            "give queries (B, H, S, D), and keys and values (B, K, S, D)"
         )
     if q.shape[-1] != k.shape[-1]:
         return f"queries of size {q.shape[-1]} do not fit keys of size {k.shape[-1]}; both must be of one size"
@@ -206,10 +206,10 @@ def _transformers_mask(
     Attention refuses a dense mask.
     """
     may_skip = others.get("allow_is_causal_skip", True) or others.get(
-        "allow_is_bidirectional_skip", False
+        "allow_is_bidirectional_skip"
     )
     is_simple = may_skip and q_length == kv_length
-    if not is_simple or not (attention_mask is None or bool(attention_mask.all())):
+    if not (is_simple and (attention_mask is None or attention_mask.all())):
         return torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     if not local_size:
         return None

@@ -346,10 +346,9 @@ def moves_tokens(
         dims = [x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
     else:
         dims = _dims_of_call(name, args, kwargs)
-    dims = [dim % x.ndim for dim in dims]
     return any(
         dim in (1, x.ndim - 2) and length in (x.shape[dim], *result.shape[dim : dim + 1])
-        for dim in dims
+        for dim in (each % x.ndim for each in dims)
     )
 
 
