@@ -64,8 +64,8 @@ def _class_loss(function, x, target, *args, **kwargs) -> DomainTensor:
     classes = min(x.ndim - 1, 1)
     has_labels = target.ndim < x.ndim
     refuse_unless(not is_sharded(weight), "weights that are sharded")
-    of_target = wrapped(target).domain.moved(int(has_labels), first=classes)
-    domain = merged([wrapped(x).domain.axes, of_target.axes])
+    target_domain = wrapped(target).domain.moved(int(has_labels), first=classes)
+    domain = merged([wrapped(x).domain.axes, target_domain.axes])
     refuse_unless(classes not in domain.axes, "sharded classes")
     result = domain.reduced([classes], keepdim=False)
     labels = own_part(target, result if has_labels else domain, target.shape)

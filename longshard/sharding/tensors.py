@@ -79,7 +79,7 @@ def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Return tensors put together in a dimension. A single one is not copied.
 
     Args:
-        parts: The tensors, at least one, as for torch.cat.
+        parts: The tensors, at least one, any shape that torch.cat takes.
         dim: The dimension.
     """
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
