@@ -106,9 +106,9 @@ def _attended(
         score_options = options._replace(is_causal=False)._asdict()
         out = function(q_local, *parts, attn_mask=mask, **score_options)
     else:
-        float_masks = [] if mask is None or not mask.is_floating_point() else [mask]
+        float_mask = mask if mask is not None and mask.is_floating_point() else None
         empty = q_local.new_zeros(*q_local.shape[:-1], v.shape[-1])
-        out = connected(empty, q_local, *parts, *float_masks)
+        out = connected(empty, q_local, *parts, float_mask)
     return DomainTensor(out, domain)
 
 
@@ -178,8 +178,7 @@ def _over_ranks(*qkv: Tensor, axes: tuple[Axis, Axis], options: _Options) -> Ten
         return q.new_empty(*lead, rows, values)
     if torch.is_autocast_enabled(q.device.type):
         q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
-    lengths = query_axis.layout.length, key_axis.layout.length
-    mask = full(*lengths)
+    mask = full(query_axis.layout.length, key_axis.layout.length)
     if is_causal:  # the first query stands at the first key
         mask = replace(mask, bands=tuple(band._replace(upper=0) for band in mask.bands))
     ring = ContextParallelOptions(method="ring")
@@ -225,12 +224,10 @@ def _multi_head_attention(
     weights = options.q_proj_weight, options.k_proj_weight, options.v_proj_weight
     weights = weights if options.use_separate_proj_weight else options.in_proj_weight.chunk(3)
     biases = (None,) * 3 if options.in_proj_bias is None else options.in_proj_bias.chunk(3)
-    projected = []
-    for t, w, b in zip(inputs, weights, biases, strict=True):
-        # (S, N, H, D), or (S, H, D)
-        heads = F.linear(t, w, b).unflatten(-1, (options.num_heads, -1))
-        projected.append(heads.movedim(0, -2))
-    q, *projected = projected
+    q, *projected = (  # (N, H, S, D), or (H, S, D)
+        F.linear(t, w, b).unflatten(-1, (options.num_heads, -1)).movedim(0, -2)
+        for t, w, b in zip(inputs, weights, biases, strict=True)
+    )
     both = zip(
         projected,
         (options.static_k, options.static_v),

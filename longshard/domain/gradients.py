@@ -123,8 +123,8 @@ def _averaged_over(model: nn.Module) -> dict[nn.Parameter, set[int]]:
         if isinstance(module, DistributedDataParallel):
             ranks = set(dist.get_process_group_ranks(module.process_group))
             averaged |= dict.fromkeys(module.parameters(), ranks)
-        groups = fsdp_groups(module) if isinstance(module, FSDPModule) else ()
-        for factor in (group.gradient_divide_factor for group in groups):
+        for group in fsdp_groups(module) if isinstance(module, FSDPModule) else ():
+            factor = group.gradient_divide_factor
             if factor is not None:  # a factor of the user, with which FSDP computes no mean
                 raise ValueError(
                     f"FSDP of module {name or 'model'} divides gradients by {factor}, so they are no "

@@ -42,11 +42,11 @@ class _DomainBackwardHook(BackwardHook):
         """
 
         def called(module: torch.nn.Module, *gradients: tuple) -> Any:
-            domains = [self.domains[name] for name in names]
             gradients_of_hook = [
-                [*map(_whole, g, of)] for g, of in zip(gradients, domains, strict=True)
+                tuple(map(_whole, g, self.domains[name]))
+                for g, name in zip(gradients, names, strict=True)
             ]
-            changed = hook(module, *map(tuple, gradients_of_hook))
+            changed = hook(module, *gradients_of_hook)
             if not isinstance(changed, tuple) or len(changed) != len(gradients_of_hook[0]):
                 return changed  # torch reports the error
             return tuple(

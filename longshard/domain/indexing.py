@@ -32,6 +32,7 @@ from longshard.domain.reductions import gathered
 from longshard.domain.transfer import gather
 from longshard.sharding.exchange import all_reduce, exchange_counts, send_rows
 from longshard.sharding.placement import added_up, places_on
+from longshard.sharding.rows import with_rows
 from longshard.sharding.tensors import wide_type, with_adjoint
 
 _KIND = "rows by number"
@@ -53,15 +54,8 @@ def _index_select(function, x, dim, index) -> DomainTensor:
         taken = [d for d, axis in domain.axes.items() if axis.group is index_axis.group]
         x = gather(x, taken)
         domain = Domain(domain.without(*taken).axes | {dim: index_axis})
-    if row_axis is None:
+    if row_axis is None or x.local.is_meta:
         return DomainTensor(x.local.index_select(dim, local_index), domain)
-    if x.local.is_meta:
-        return DomainTensor(
-            x.local.new_empty(
-                domain.local_shape([*x.shape[:dim], len(index), *x.shape[dim + 1 :]])
-            ),
-            domain,
-        )
     take, give = rows_by_number(row_axis, local_index, dim)
     return DomainTensor(with_adjoint(x.local, take, give), domain)
 
@@ -109,24 +103,21 @@ def _scatter_reduce(function, x, dim, index, src, reduce, *, include_self=True) 
         number = _divided(number, axis)
     none = torch.zeros_like(x).detach()
     hits = none.index_add(dim, number, torch.ones_like(src).detach())
-    if reduce in ("sum", "mean"):
-        total = torch.zeros_like(x).index_add(dim, number, src)
-        own, counts = (
-            (x + total, hits + 1)
-            if include_self
-            else (torch.where(hits > 0, total, x), hits.clamp(min=1))
-        )
-        return own / counts if reduce == "mean" else own
-    if reduce == "prod":
-        product = _reduced_rows(x, dim, number, src, reduce)
-        return x * product if include_self else torch.where(hits > 0, product, x)
-    extreme = _reduced_rows(x.detach(), dim, number, src.detach(), reduce)
-    better = torch.maximum if reduce == "amax" else torch.minimum
-    extreme = (
-        better(extreme, x.detach())
-        if include_self
-        else torch.where(hits > 0, extreme, x.detach())
+    combine = {"prod": torch.mul, "amax": torch.maximum, "amin": torch.minimum}.get(
+        reduce, torch.add
     )
+
+    def with_own(rows: DomainTensor, x: AnyTensor) -> DomainTensor:
+        return combine(x, rows) if include_self else torch.where(hits > 0, rows, x)
+
+    if reduce in ("sum", "mean"):
+        total = with_own(torch.zeros_like(x).index_add(dim, number, src), x)
+        counts = hits + 1 if include_self else hits.clamp(min=1)
+        return total / counts if reduce == "mean" else total
+    if reduce == "prod":
+        return with_own(_reduced_rows(x, dim, number, src, reduce), x)
+    extreme = _reduced_rows(x.detach(), dim, number, src.detach(), reduce)
+    extreme = with_own(extreme, x.detach())
     is_own_extreme = (x.detach() == extreme) if include_self else hits == 0
     is_source_extreme = (src.detach() == extreme.index_select(dim, number)).to(src.dtype)
     ties = none.index_add(dim, number, is_source_extreme) + is_own_extreme
@@ -165,9 +156,9 @@ def _reduced_rows(
     identity = {"prod": 1.0, "amax": float("-inf"), "amin": float("inf")}[reduce]
 
     def reduced(like: Tensor, rows: int, places: Tensor, values: Tensor) -> Tensor:
-        shape = [*like.shape[:dim], rows, *like.shape[dim + 1 :]]
         places = places.view(-1, *[1] * (like.ndim - dim - 1)).expand_as(values)
-        return like.new_full(shape, identity).scatter_reduce(dim, places, values, reduce)
+        start = with_rows(like, rows, dim).fill_(identity)
+        return start.scatter_reduce(dim, places, values, reduce)
 
     local = target_rows.local
     if row_axis is None:
@@ -242,11 +233,10 @@ def by_tensors(x: DomainTensor, index: tuple, places: Sequence[int]) -> DomainTe
     kept = [place for place, i in enumerate(index) if not isinstance(i, int)]
     ellipsis = next((place for place in kept if index[place] is Ellipsis), len(index))
     dims = [
-        n if place < ellipsis else n - len(kept)
+        (n if place < ellipsis else n - len(kept)) % y.ndim
         for n, place in enumerate(kept)
         if place in places
     ]
-    dims = [dim % y.ndim for dim in dims]
     if dims[-1] - dims[0] >= len(
         dims
     ):  # the tensors are apart, and torch moves their dimensions to the front
@@ -363,11 +353,12 @@ def _asked(axis: Axis, numbers: Tensor) -> _Asked:
     positions, back = places_on(axis.layout, numbers.device)[numbers].unique(
         return_inverse=True
     )
-    ends = torch.tensor(axis.layout.lengths, device=numbers.device).cumsum(0)
+    lengths = torch.tensor(axis.layout.lengths, device=numbers.device)
+    ends = lengths.cumsum(0)
     owners = torch.searchsorted(ends, positions, right=True)
     arriving, sent = exchange_counts(
         owners.bincount(minlength=axis.degree), axis.group, kind=_KIND
     )
-    firsts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    places = send_rows(positions - firsts[owners], arriving, sent, axis.group, kind=_KIND)
+    places = positions - (ends - lengths)[owners]
+    places = send_rows(places, arriving, sent, axis.group, kind=_KIND)
     return _Asked(places, sent, arriving, back)

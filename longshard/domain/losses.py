@@ -64,9 +64,8 @@ def _class_loss(function, x, target, *args, **kwargs) -> DomainTensor:
     classes = min(x.ndim - 1, 1)
     has_labels = target.ndim < x.ndim
     refuse_unless(not is_sharded(weight), "weights that are sharded")
-    axes = [wrapped(t).domain for t in (x, target)]
-    axes[1] = axes[1].moved(1, first=classes) if has_labels else axes[1]
-    domain = merged(each.axes for each in axes)
+    target_domain = wrapped(target).domain.moved(int(has_labels), first=classes)
+    domain = merged([wrapped(x).domain.axes, target_domain.axes])
     refuse_unless(classes not in domain.axes, "sharded classes")
     result = domain.reduced([classes], keepdim=False)
     labels = own_part(target, result if has_labels else domain, target.shape)

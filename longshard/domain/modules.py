@@ -13,7 +13,7 @@ layouts, shapes, types, and states of random numbers.
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -149,7 +149,6 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
     checked by `_check_old_hooks`.
     """
     running = []
-    hooks = []
 
     def entered(module: nn.Module, args: tuple, kwargs: dict, name: str) -> None:
         running.append(name)
@@ -159,13 +158,13 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
     def left(*_: object) -> None:
         running.pop()
 
-    for name, module in model.named_modules():
-        hooks.append(
-            module.register_forward_pre_hook(partial(entered, name=name), with_kwargs=True)
-        )
-        hooks.append(module.register_forward_hook(left))
     try:
-        yield
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                enter = partial(entered, name=name)
+                hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(left))
+            yield
     except (TypeError, ValueError, RuntimeError) as error:
         if "meta tensor" in str(error):
             where = f"module {running[-1]}: " if running and running[-1] else ""
@@ -176,9 +175,6 @@ def _names_in_errors(model: nn.Module) -> Iterator[None]:
         if running and running[-1]:
             error.args = (f"module {running[-1]}: {error}", *error.args[1:])
         raise
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _check_old_hooks(module: nn.Module) -> None:

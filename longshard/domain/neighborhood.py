@@ -43,7 +43,7 @@ from longshard.domain.neighborhood_tiles import (
 from longshard.domain.windows import per_axis
 from longshard.sharding.ranges import Ranges
 from longshard.sharding.rows import connected, fetch
-from longshard.sharding.tensors import to_device
+from longshard.sharding.tensors import joined, to_device
 
 _MASK_ELEMENTS = 1 << 20
 # Kernels launch a block for each tile, in a dimension of at most 65,535 blocks.
@@ -171,8 +171,8 @@ def _checked_domain(q: Any, k: Any, v: Any) -> Domain:
     domain = common_domain((q, k, v), q.shape)
     if any(dim > q.ndim - 3 for dim in domain.axes):
         raise ValueError(
-            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, which every rank "
-            "must have whole; shard batch or spatial dimensions"
+            f"dimensions {[*domain.axes]} of q are sharded, and the last two are heads and head dim, "
+            "which every rank must have whole; shard batch or spatial dimensions"
         )
     return domain
 
@@ -225,7 +225,7 @@ def _attend(
     if not axes:
         return attend(*qkv, chosen)
     results = [_attend(qkv, axes[1:], (*chosen, part), attend) for part in axes[0]]
-    return results[0] if len(results) == 1 else torch.cat(results, len(chosen) + 1)
+    return joined(results, len(chosen) + 1)
 
 
 def _attend_tiles(
@@ -238,17 +238,16 @@ def _attend_tiles(
     """Attend in tiles of each axis. Query heads that read the same keys are queries of one head."""
     tiles, queries, keys = zip(*parts, strict=True)
     heads = k.shape[-2]
-    groups = q.shape[-2] // k.shape[-2]
+    groups = q.shape[-2] // heads
     q = _cut(q.unflatten(-2, (heads, groups)), queries)  # (B, tiles, K, groups, rows, D)
     k, v = (_cut(x.unsqueeze(-2), keys).flatten(3, 4) for x in (k, v))  # (B, tiles, K, keys, D)
     mask = _mask(tiles, groups, q.device)
     calls = zip(
         *(x.flatten(0, 1).split(_TILES_OF_A_CALL) for x in (q.flatten(3, 4), k, v)), strict=True
     )
-    results = [
-        F.scaled_dot_product_attention(*call, attn_mask=mask, scale=scale) for call in calls
-    ]
-    out = results[0] if len(results) == 1 else torch.cat(results)
+    out = joined(
+        [F.scaled_dot_product_attention(*call, attn_mask=mask, scale=scale) for call in calls]
+    )
     counts, rows = zip(*(each.shape for each in queries), strict=True)
     # (B, tiles of each axis, K, groups, rows of each axis, D) -> (B, rows of all tiles of each axis, H, D)
     out = out.reshape(q.shape[0], *counts, heads, groups, *rows, -1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longshard.domain.dispatch import DomainTensor, wrapped
-from longshard.domain.domain import Axis
+from longshard.domain.domain import Axis, shares_ranks
 from longshard.sharding.exchange import all_gather, exchange_counts, send_rows
 from longshard.sharding.placement import rows_on
 from longshard.sharding.rows import layout_of
@@ -91,22 +91,21 @@ def _own(
     Raises:
         ValueError: The shapes do not fit, or points are sharded otherwise than queries.
     """
-    axes = [x.domain.axes for x in (queries, points)]
     if (
         queries.ndim != 2
         or points.ndim != 2
         or queries.shape[1] != points.shape[1]
-        or any(1 in own for own in axes)
+        or any(1 in x.domain.axes for x in (queries, points))
     ):
         raise ValueError(
             f"queries of shape {tuple(queries.shape)} and points of shape {tuple(points.shape)} must "
             "be (M, D) and (N, D), with whole coordinates"
         )
-    if 0 in axes[1] and (0 not in axes[0] or axes[0][0].group is not axes[1][0].group):
+    axis = points.domain.axes.get(0)
+    if axis is not None and not shares_ranks(axis, queries.domain.axes.values()):
         raise ValueError(
             "points are sharded, and queries are not, or over other ranks; shard both over the same ranks"
         )
-    axis = axes[1].get(0)
     q = queries.local.detach()
     p = points.local.detach()
     layout, rank = layout_of(axis, len(p))
@@ -124,7 +123,7 @@ def _with_halo(
 
     Points of this rank are all returned. There may be points that are out of reach.
     """
-    if axis is None or axis.degree == 1:
+    if axis is None:
         return p, numbers
     if len(q):
         low = q.amin(0)

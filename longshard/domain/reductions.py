@@ -187,10 +187,9 @@ def moments(
     sizes = {dim: x.shape[dim] for dim in dims}
     number = math.prod([*sizes.values()])
     mean, squares = _Moments.apply(x, dims, max(number, 1), dtype)
-    for dim in dims:
-        if dim not in domain.axes:
+    for dim, axis in domain.axes.items():
+        if dim not in dims:
             continue
-        axis = domain.axes[dim]
         sizes[dim] = axis.layout.length
         number = math.prod([*sizes.values()])
         means, parts = gathered(torch.stack([mean, squares]), axis).unbind(1)

@@ -133,11 +133,7 @@ def _cumsum(function, x, dim, dtype=None) -> DomainTensor:
         return DomainTensor(local.cumsum(dim), x.domain)
     exact = wide_type(local.dtype) if local.is_floating_point() else local.dtype
     ranges = axis.layout.ranges
-    parts = (
-        local.split([stop - start for start, stop in ranges[axis.rank]], dim)
-        if ranges[axis.rank]
-        else ()
-    )
+    parts = local.split([stop - start for start, stop in ranges[axis.rank]], dim)
     sums = [part.sum(dim, keepdim=True, dtype=exact) for part in parts]
     most = max(map(len, ranges))
     sums += [local.narrow(dim, 0, 0).sum(dim, keepdim=True, dtype=exact)] * (most - len(sums))

@@ -18,7 +18,7 @@ from longshard.sharding.exchange import send_rows
 from longshard.sharding.layout import AxisLayout, sized
 from longshard.sharding.placement import places_on, rows_on, unshard
 from longshard.sharding.rows import fetch, layout_of
-from longshard.sharding.tensors import with_adjoint
+from longshard.sharding.tensors import joined, with_adjoint
 
 
 def reshard(x: DomainTensor, layouts: Mapping[int, AxisLayout]) -> DomainTensor:
@@ -83,22 +83,18 @@ def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) 
 
 def _moved(x: Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> Tensor:
     """Send each rank its rows of the target dimension; put arriving rows in order in the source dimension."""
-    shape = list(x.shape)
-    parts = []
-    shapes = []
-    shape[target_dim] = target.rows
-    for rank, rows in enumerate(source.layout.lengths):
-        parts.append(x.index_select(target_dim, rows_on(target.layout, rank, x.device)))
-        shape[source_dim] = rows
-        shapes.append([*shape])
+    columns = (rows_on(target.layout, rank, x.device) for rank in range(target.degree))
+    # (source rows, ...)
+    parts = [x.index_select(target_dim, own).movedim(source_dim, 0) for own in columns]
     sent = [part.numel() for part in parts]
-    counts = [math.prod(arriving) for arriving in shapes]
+    shape = parts[source.rank].shape[1:]
+    counts = [rows * shape.numel() for rows in source.layout.lengths]
     flat = torch.cat([part.reshape(-1) for part in parts])
     arrived = send_rows(flat, sent, counts, source.group, kind="move")
-    pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
-    return torch.cat(pieces, source_dim).index_select(
-        source_dim, places_on(source.layout, x.device)
+    rows = arrived.view(source.layout.length, *shape).index_select(
+        0, places_on(source.layout, x.device)
     )
+    return rows.movedim(0, source_dim).contiguous()
 
 
 def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:
@@ -220,8 +216,8 @@ def scatter(
             "nothing" if x is None else f"a tensor of shape {tuple(x.shape)} and {x.dtype}"
         )
         raise ValueError(
-            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {description} on this "
-            "rank; pass the tensor on the source, and None elsewhere"
+            f"scatter of shape {tuple(shape)} and {dtype} from ranks {owners} got {description} "
+            "on this rank; pass the tensor on the source, and None elsewhere"
         )
     rows = list(shape)
     with torch.no_grad():
@@ -255,7 +251,8 @@ def read(source: Any, domain: Domain, dtype: torch.dtype | None = None) -> Tenso
         if dim == len(shape):
             return torch.as_tensor(source[chosen], dtype=dtype)
         ranges = domain.ranges(dim, shape[dim]) or ((0, 0),)
-        parts = [part(dim + 1, (*chosen, slice(start, stop))) for start, stop in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return joined(
+            [part(dim + 1, (*chosen, slice(start, stop))) for start, stop in ranges], dim
+        )
 
     return part(0, ())

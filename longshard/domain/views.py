@@ -11,7 +11,6 @@ from longshard.domain.dispatch import (
     VIEW,
     AnyTensor,
     DomainTensor,
-    Unhandled,
     is_sharded,
     refuse_unless,
     refused,
@@ -61,8 +60,8 @@ def _unflattened(function, x, dim, sizes) -> Any:
 def _reshape_rule(function, x, *args, **kwargs) -> Any:
     if not is_sharded(x):  # the other tensor is
         return x.reshape(tuple(args[0].shape))
-    if isinstance(args[0] if args else None, torch.dtype):
-        raise Unhandled("a view as another data type")
+    is_type = bool(args) and isinstance(args[0], torch.dtype)
+    refuse_unless(not is_type, "a view as another data type")
     empty = whole.mapped(
         lambda x: torch.empty(x.shape, device="meta") if hasattr(x, "shape") else x,
         (x, args, kwargs),
@@ -79,8 +78,7 @@ def _reshaped(x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
     If a sharded dimension is merged after whole dimensions, a shard has a range for each of their rows. If it is merged
     after another sharded dimension, as width after height, it is gathered.
     """
-    if not x.numel():
-        raise Unhandled("it has no elements")
+    refuse_unless(x.numel() > 0, "it has no elements")
     axes = {}
     for old, new in _groups(x.shape, sizes):
         sharded = [dim for dim in old if dim in x.domain.axes]
@@ -92,10 +90,8 @@ def _reshaped(x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         before = math.prod(x.shape[old[0] : dim])
         after = math.prod(x.shape[dim + 1 : old[-1] + 1])
         axis = x.domain.axes[dim]
-        if before > _MANY:
-            raise Unhandled(
-                f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
-            )
+        why = f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
+        refuse_unless(before <= _MANY, why)
         shards = axis.layout.ranges
         shape = tuple(int(sizes[d]) for d in new)
         position, length, ranges = _refitted(axis.layout.length, shards, before, after, shape)
@@ -308,12 +304,10 @@ def _assigned(function, x, index, value) -> None:
     If x may be a copy where torch has a view, or a tensor of numbers indexes x, the call is refused.
     """
     if not is_sharded(x):
-        if not isinstance(value, DomainTensor):
-            raise Unhandled("rows that are changed by number")
+        refuse_unless(isinstance(value, DomainTensor), "rows that are changed by number")
         unwrapped(x)[index] = gather(value).local
         return
-    if x.base is not None:
-        raise Unhandled(f"{VIEW}; change a `clone` of it")
+    refuse_unless(x.base is None, f"{VIEW}; change a `clone` of it")
     if isinstance(index, AnyTensor) and index.dtype == torch.bool:
         assign_by_mask(x, index, value)
         return

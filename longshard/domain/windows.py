@@ -16,7 +16,7 @@ from torch import Tensor
 from longshard.domain.dispatch import DomainTensor, refuse_unless, rule, wrapped
 from longshard.sharding.layout import AxisLayout
 from longshard.sharding.rows import connected, fetch, layout_of
-from longshard.sharding.tensors import to_device, wide_type
+from longshard.sharding.tensors import joined, to_device, wide_type
 from longshard.sharding.windows import Tile, Window, WindowPlan, transposed_plan, window_plan
 
 Tiles = Mapping[int, Tile]
@@ -82,7 +82,7 @@ def _tile_by_tile(
         part = x if len(parts) == 1 else x.narrow(dim, place, rows)
         results.append(_tile_by_tile(part, others, function, chosen | {dim: tile}))
         place += rows
-    return results[0] if len(results) == 1 else torch.cat(results, dim)
+    return joined(results, dim)
 
 
 def _numbers(name: str) -> list[str]:

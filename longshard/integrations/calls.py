@@ -99,8 +99,8 @@ def refusal_of_call(
     if mask is not None:
         return (
             f"this attention got a mask of shape {tuple(mask.shape)}, which says nothing of the tokens of other ranks; "
-            "give the model no mask (transformers: an all-ones `attention_mask`, cut as a buffer), and packed "
-            "documents as `context_parallel(mask=...)`"
+            "give the model no mask (transformers: an all-ones `attention_mask`, cut as a buffer), "
+            "and packed documents as `context_parallel(mask=...)`"
         )
     if dropout > 0:
         return f"attention with dropout {dropout} cannot be context parallel; set the model's attention dropout to 0"
@@ -110,8 +110,8 @@ def refusal_of_call(
         or k.shape[:3] != v.shape[:3]
     ):
         return (
-            f"attention of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} cannot be intercepted; give "
-            "queries (B, H, S, D), and keys and values (B, K, S, D)"
+            f"attention of shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)} cannot be intercepted; "
+            "give queries (B, H, S, D), and keys and values (B, K, S, D)"
         )
     if q.shape[-1] != k.shape[-1]:
         return f"queries of size {q.shape[-1]} do not fit keys of size {k.shape[-1]}; both must be of one size"
@@ -160,12 +160,11 @@ def _transformers_attention(
     hides_from = 0
     # A note of `_transformers_mask` is an expanded tensor on the CPU. It has no memory, can be read without waiting
     # for a GPU, and does not change when it is detached or sliced.
-    mask = attention_mask
     if (
-        mask is not None
-        and mask.dtype == torch.int32
-        and mask.device.type == "cpu"
-        and not any(mask.stride())
+        attention_mask is not None
+        and attention_mask.dtype == torch.int32
+        and attention_mask.device.type == "cpu"
+        and not any(attention_mask.stride())
     ):
         noted = int(attention_mask[0, 0, 0, 0])
         attention_mask = None
@@ -185,7 +184,7 @@ def _transformers_attention(
     call = Call(
         query, key, value, scaling, is_causal, window, s_aux, positions, hides_from, refusal
     )
-    return attend(call.q, call).transpose(1, 2), None
+    return attend(query, call).transpose(1, 2), None
 
 
 def _transformers_mask(
@@ -207,10 +206,10 @@ def _transformers_mask(
     Attention refuses a dense mask.
     """
     may_skip = others.get("allow_is_causal_skip", True) or others.get(
-        "allow_is_bidirectional_skip", False
+        "allow_is_bidirectional_skip"
     )
     is_simple = may_skip and q_length == kv_length
-    if not is_simple or not (attention_mask is None or bool(attention_mask.all())):
+    if not (is_simple and (attention_mask is None or attention_mask.all())):
         return torch.zeros(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     if not local_size:
         return None

@@ -87,13 +87,11 @@ class Allowed:
             module: The module; None for a kind of layers.
             name: The dotted name of the module, or the kind.
         """
-        names = {name, *(cls.__name__ for cls in type(module).__mro__ if module is not None)}
-        entries = [
-            x
-            for x in self._entries
-            if (isinstance(module, x) if isinstance(x, type) else x in names)
-        ]
-        self._used.update(entries)
+        classes = [] if module is None else type(module).__mro__
+        entries = {name, *classes, *(cls.__name__ for cls in classes)}.intersection(
+            self._entries
+        )
+        self._used |= entries
         return bool(entries)
 
     @property
@@ -348,10 +346,9 @@ def moves_tokens(
         dims = [x.ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
     else:
         dims = _dims_of_call(name, args, kwargs)
-    dims = [dim % x.ndim for dim in dims]
     return any(
         dim in (1, x.ndim - 2) and length in (x.shape[dim], *result.shape[dim : dim + 1])
-        for dim in dims
+        for dim in (each % x.ndim for each in dims)
     )
 
 

@@ -250,16 +250,19 @@ def _grad(
     **kwargs: Any,
 ) -> tuple[Tensor | None, ...]:
     allow_unused = allow_unused or materialize_grads
-    edges = _edges(outputs), _edges(inputs)
     grads = torch.autograd.grad(
-        *edges, *args, create_graph=create_graph, allow_unused=allow_unused, **kwargs
+        _edges(outputs),
+        _edges(inputs),
+        *args,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        **kwargs,
     )
     if not materialize_grads:
         return grads
-    pairs = zip(grads, inputs, strict=True)
     return tuple(
         torch.zeros_like(x, requires_grad=create_graph) if grad is None else grad
-        for grad, x in pairs
+        for grad, x in zip(grads, inputs, strict=True)
     )
 
 

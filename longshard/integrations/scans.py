@@ -90,10 +90,10 @@ def scanned(
             "`attention_mask`"
         )
     live.calls += _KNOWN[name] is not _not_fused
-    device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
-    where = Where(
-        handle, positions_of(live, device), inspect.unwrap(function).__globals__.get("ACT2FN")
-    )
+    x = next(x for x in arguments.values() if isinstance(x, Tensor))  # (B, ...)
+    positions = positions_of(live, x.device)
+    positions = None if positions is None else positions.expand(x.shape[0], -1)
+    where = Where(handle, positions, inspect.unwrap(function).__globals__.get("ACT2FN"))
     return _KNOWN[name](where, **arguments)
 
 
@@ -151,9 +151,7 @@ def _convolution(where: Where, hidden_states, weight, bias, activation, **_: Any
     hidden_states: (B, C, S); weight: (C, kernel); bias: (C,) -> (B, C, S).
     """
     rows = hidden_states.to(weight.dtype).transpose(1, 2)
-    out = context_parallel_convolution(
-        rows, weight.unsqueeze(1), where.handle, _repeated(where.positions, rows)
-    )
+    out = context_parallel_convolution(rows, weight.unsqueeze(1), where.handle, where.positions)
     out = out if bias is None else out + bias
     out = out if activation is None else where.activations[activation](out)
     return out.transpose(1, 2).to(hidden_states.dtype)
@@ -172,8 +170,8 @@ def _delta_rule(
             wide(x) * torch.rsqrt(wide(x).square().sum(-1, keepdim=True) + 1e-6)
             for x in (query, key)
         )
-    positions = _repeated(where.positions, value)
-    tokens = Tokens(query, key, wide(value), g, beta, positions, key.shape[-1] ** -0.5)
+    scale = key.shape[-1] ** -0.5
+    tokens = Tokens(query, key, wide(value), g, beta, where.positions, scale)
     return linear_attention(tokens, where.handle)[0].to(value.dtype), None
 
 
@@ -186,10 +184,10 @@ def _mamba2(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
     step = dt if bias is None else dt + bias.to(dt.dtype)
     step = F.softplus(step) if options["dt_softplus"] else step
     step = wide(step.clamp(*options["dt_limit"]))
-    positions = _repeated(where.positions, hidden_states)
     x = wide(hidden_states)
     scan = C, B, x * step.unsqueeze(-1), A * step
-    out = linear_attention(Tokens(*map(wide, scan), None, positions, 1.0), where.handle)[0]
+    tokens = Tokens(*map(wide, scan), None, where.positions, 1.0)
+    out = linear_attention(tokens, where.handle)[0]
     return out if D is None else out + D.unsqueeze(-1) * x
 
 
@@ -204,10 +202,9 @@ def _mamba1(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
     step = dt if bias is None else dt + bias.to(dt.dtype).unsqueeze(-1)
     step = wide(F.softplus(step) if options["delta_softplus"] else step).transpose(1, 2)
     v = wide(x).transpose(1, 2) * step
-    positions = _repeated(where.positions, x)
     q, k = (wide(part).transpose(1, 2).unsqueeze(2) for part in (C, B))
     log_decay = wide(A) * step.unsqueeze(-1)
-    tokens = Tokens(q, k, v.unsqueeze(-1), log_decay, None, positions, 1.0)
+    tokens = Tokens(q, k, v.unsqueeze(-1), log_decay, None, where.positions, 1.0)
     out = linear_attention(tokens, where.handle)[0]
     out = out.squeeze(-1).transpose(1, 2)
     out = out if D is None else out + x * D.unsqueeze(-1)
@@ -216,10 +213,6 @@ def _mamba1(where: Where, hidden_states, dt, A, B, C, **options: Any) -> Tensor:
 
 def _not_fused(where: Where, **_: Any) -> None:
     """Return None, by which transformers knows that there is no fused kernel, and runs the parts."""
-
-
-def _repeated(positions: Tensor | None, x: Tensor) -> Tensor | None:
-    return positions if positions is None else positions.expand(x.shape[0], -1)
 
 
 _KNOWN: dict[str, Callable] = {

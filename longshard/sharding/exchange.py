@@ -157,10 +157,8 @@ def send_receive(
         )
         for t in transfers
     ]
-    timeout = None
     # `wait` of gloo without an argument uses the time-out with which the group was made, not the present one.
-    if dist.get_backend(group) == "gloo":
-        timeout = group_timeout(group, "cpu")
+    timeout = group_timeout(group, "cpu") if dist.get_backend(group) == "gloo" else None
     return Pending(dist.batch_isend_irecv(operations), transfers, arrived, timeout)
 
 
@@ -197,13 +195,7 @@ def gather_shards(x: Tensor, group: ProcessGroup, *, kind: str) -> tuple[Tensor,
     Returns:
         The gathered tensors, (size, *x.shape), and the handle to wait for.
     """
-    size = group.size()
-    gathered = x.new_empty(size, *x.shape)
-    _count(kind, x.nbytes * (size - 1))
-    if size == 1:
-        return gathered.copy_(x.detach()), Pending()
-    work = all_gather_single(gathered.view(-1), x.view(-1), group=group, async_op=True)
-    return gathered, Pending([work], [x])
+    return _started(all_gather_single, x, (group.size(), *x.shape), group, kind)
 
 
 def reduce_shards(x: Tensor, group: ProcessGroup, *, kind: str) -> tuple[Tensor, Pending]:
@@ -217,13 +209,22 @@ def reduce_shards(x: Tensor, group: ProcessGroup, *, kind: str) -> tuple[Tensor,
     Returns:
         The sum, shape x.shape[1:], and the handle to wait for.
     """
-    size = group.size()
-    summed = x.new_empty(x.shape[1:])
-    _count(kind, summed.nbytes * (size - 1))
-    if size == 1:
-        return summed.copy_(x[0].detach()), Pending()
-    work = reduce_scatter(summed.view(-1), x.view(-1), group=group, async_op=True)
-    return summed, Pending([work], [x])
+    return _started(reduce_scatter, x, x.shape[1:], group, kind)
+
+
+def _started(
+    collective: Callable, x: Tensor, shape: Sequence[int], group: ProcessGroup, kind: str
+) -> tuple[Tensor, Pending]:
+    """Start a collective of x; return its result, of a shape, and the handle.
+
+    The smaller of both is the part of one rank.
+    """
+    result = x.new_empty(shape)
+    _count(kind, min(x.nbytes, result.nbytes) * (group.size() - 1))
+    if group.size() == 1:
+        return result.copy_(x.detach().view(shape)), Pending()
+    work = collective(result.view(-1), x.view(-1), group=group, async_op=True)
+    return result, Pending([work], [x])
 
 
 def all_to_all(

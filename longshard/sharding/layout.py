@@ -89,11 +89,11 @@ class AxisLayout:
         Raises:
             ValueError: `multiple_of` does not divide the length of a shard.
         """
-        shards = []
-        for rank, ranges in enumerate(self.ranges):
-            places = Offsets(ranges)
-            for start, stop in pairwise(_cuts(self.local_length(rank), pieces, multiple_of)):
-                shards.append(tuple(places.ranges_at(start, stop)))
+        shards = (
+            tuple(Offsets(ranges).ranges_at(start, stop))
+            for ranges in self.ranges
+            for start, stop in pairwise(_cuts(size(ranges), pieces, multiple_of))
+        )
         return AxisLayout(self.name, self.length, tuple(shards))
 
     def rounded(self, unit: int) -> "AxisLayout":

@@ -50,9 +50,7 @@ def plan_movement(owned: Shards, wanted: Wanted, rank: int) -> Movement:
         for ranges in owned
     )
     rows = size(wanted[rank])
-    outside = difference(
-        union([(0, rows)]), union(part for places in received for part in places)
-    )
+    outside = difference(((0, rows),), union(part for places in received for part in places))
     return Movement(sent, received, rows, outside)
 
 
@@ -69,7 +67,7 @@ def common_parts(wanted: Sequence[Range], owned: Offsets) -> list[tuple[Range, R
     parts = []
     before = 0
     for start, stop in wanted:
-        for first, last in intersection(union([(start, stop)]), owned.ranges):
+        for first, last in intersection(((start, stop),), owned.ranges):
             place = owned(first)
             parts.append(
                 ((before + first - start, before + last - start), (place, place + last - first))

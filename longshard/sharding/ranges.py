@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
 Range = tuple[int, int]
 """Half-open: (start, stop)."""
@@ -45,12 +46,9 @@ def union(ranges: Iterable[Range]) -> Ranges:
     """
     joined = []
     for start, stop in sorted(ranges):
-        if start >= stop:
-            continue
         if joined and start <= joined[-1][1]:
-            if stop > joined[-1][1]:
-                joined[-1] = (joined[-1][0], stop)
-        else:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        elif start < stop:
             joined.append((start, stop))
     return tuple(joined)
 
@@ -88,19 +86,12 @@ def difference(a: Ranges, b: Ranges) -> Ranges:
         b: The ranges to leave out.
     """
     remaining = []
-    j = 0
     for start, stop in a:
-        while j < len(b) and b[j][1] <= start:
-            j += 1
-        k = j
-        while k < len(b) and b[k][0] < stop:
-            if start < b[k][0]:
-                remaining.append((start, b[k][0]))
-            start = b[k][1]
-            k += 1
-        if start < stop:
-            remaining.append((start, stop))
-    return tuple(remaining)
+        for first, last in intersection(((start, stop),), b):
+            remaining.append((start, first))
+            start = last
+        remaining.append((start, stop))
+    return union(remaining)
 
 
 class Offsets:
@@ -113,9 +104,7 @@ class Offsets:
     def __init__(self, ranges: Ranges) -> None:
         self.ranges = ranges
         self._starts = [start for start, _ in ranges]
-        self._before = [0]
-        for start, stop in ranges:
-            self._before.append(self._before[-1] + stop - start)
+        self._before = [*accumulate((stop - start for start, stop in ranges), initial=0)]
         self._places = {}
 
     def __call__(self, number: int) -> int:
@@ -161,10 +150,9 @@ class Offsets:
             start: The lowest number.
             stop: The highest number.
         """
-        i = max(bisect_right(self._starts, start) - 1, 0)
-        while i < len(self.ranges) and self.ranges[i][0] <= stop:
-            yield from (b for b in self.ranges[i] if start <= b <= stop)
-            i += 1
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        for ends in self.ranges[first : bisect_right(self._starts, stop)]:
+            yield from (end for end in ends if start <= end <= stop)
 
 
 def _first_after(ranges: Ranges, number: int) -> int:

@@ -202,7 +202,7 @@ def put_together(x: Tensor, pieces: Pieces, dim: int) -> Tensor:
     for is_own, start, stop in pieces:
         length = stop - start
         rows.append(
-            x.narrow(dim, start, length) if is_own else _with_rows(x, length, dim).zero_()
+            x.narrow(dim, start, length) if is_own else with_rows(x, length, dim).zero_()
         )
     return torch.cat(rows, dim).to(dtype)
 
@@ -250,7 +250,7 @@ def exchange(x: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Tensor:
 
     def fetched(x: Tensor) -> Tensor:
         movement = plan_movement(axis.layout.ranges, wanted, axis.rank)
-        result = _with_rows(x, movement.rows, dim)
+        result = with_rows(x, movement.rows, dim)
         target = result.movedim(dim, 0)
         for start, stop in movement.outside:
             target[start:stop] = 0
@@ -273,13 +273,20 @@ def returned_rows(gradient: Tensor, axis: Axis, wanted: Wanted, dim: int) -> Ten
     """
     exact = wide_type(gradient.dtype)
     movement = plan_movement(axis.layout.ranges, wanted, axis.rank)
-    result = _with_rows(gradient, axis.rows, dim, exact)
+    result = with_rows(gradient, axis.rows, dim, exact)
     _move(gradient.movedim(dim, 0), result.movedim(dim, 0), movement, axis.group, add=True)
     return result.to(gradient.dtype)
 
 
-def _with_rows(x: Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialised tensor like `x`, (..., rows, ...), with another number of rows in `dim`."""
+def with_rows(x: Tensor, rows: int, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an uninitialised tensor like x, (..., rows, ...), with another number of rows in `dim`.
+
+    Args:
+        x: The tensor, any shape.
+        rows: Number of rows of the result.
+        dim: The dimension of the rows.
+        dtype: The type of the elements; None means the type of x.
+    """
     shape = list(x.shape)
     shape[dim] = rows
     return x.new_empty(shape, dtype=dtype)
@@ -309,7 +316,7 @@ def _move(
         if r != own
         for start, stop in places
     ]
-    buffer = torch.cat(parts) if parts else rows.new_empty(0)
+    buffer = torch.cat([rows.new_empty(0), *parts])
     send_sizes, counts = (
         [size(p) * width * (r != own) for r, p in enumerate(x)] for x in (sent, received)
     )

@@ -1,7 +1,7 @@
 """Small functions for tensors and meshes: hashes, copies, versions, adjoints, and constants of compiled code."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -73,6 +73,16 @@ def local_part(x: Tensor) -> Tensor:
         x: A tensor or DTensor of any shape.
     """
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return tensors put together in a dimension. A single one is not copied.
+
+    Args:
+        parts: The tensors, at least one, any shape that torch.cat takes.
+        dim: The dimension.
+    """
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 _PART = 1 << 26

@@ -442,8 +442,8 @@ DOMAIN = (
     Mutant(
         "a row that is alone is reduced with itself",
         f"{_DOMAIN}/indexing.py",
-        "torch.where(hits > 0, extreme, x.detach())",
-        "better(extreme, x.detach())",
+        "extreme = with_own(extreme, x.detach())",
+        "extreme = combine(x.detach(), extreme)",
         _ALONG,
     ),
     Mutant(
@@ -576,8 +576,8 @@ DOMAIN = (
     Mutant(
         "a product without the row itself keeps it",
         f"{_DOMAIN}/indexing.py",
-        "x * product if include_self else torch.where",
-        "x * product if include_self else product * torch.where",
+        "with_own(_reduced_rows(x, dim, number, src, reduce), x)",
+        "x * _reduced_rows(x, dim, number, src, reduce)",
         _ALONG,
     ),
     Mutant(
