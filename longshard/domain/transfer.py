@@ -83,18 +83,22 @@ def move(x: DomainTensor, source_dim: int, target_dim: int, layout: AxisLayout) 
 
 def _moved(x: Tensor, source: Axis, source_dim: int, target: Axis, target_dim: int) -> Tensor:
     """Send each rank its rows of the target dimension; put arriving rows in order in the source dimension."""
-    columns = (rows_on(target.layout, rank, x.device) for rank in range(target.degree))
-    # (source rows, ...)
-    parts = [x.index_select(target_dim, own).movedim(source_dim, 0) for own in columns]
+    shape = list(x.shape)
+    parts = []
+    shapes = []
+    shape[target_dim] = target.rows
+    for rank, rows in enumerate(source.layout.lengths):
+        parts.append(x.index_select(target_dim, rows_on(target.layout, rank, x.device)))
+        shape[source_dim] = rows
+        shapes.append([*shape])
     sent = [part.numel() for part in parts]
-    shape = parts[source.rank].shape[1:]
-    counts = [rows * shape.numel() for rows in source.layout.lengths]
+    counts = [math.prod(arriving) for arriving in shapes]
     flat = torch.cat([part.reshape(-1) for part in parts])
     arrived = send_rows(flat, sent, counts, source.group, kind="move")
-    rows = arrived.view(source.layout.length, *shape).index_select(
-        0, places_on(source.layout, x.device)
+    pieces = [piece.view(s) for piece, s in zip(arrived.split(counts), shapes, strict=True)]
+    return torch.cat(pieces, source_dim).index_select(
+        source_dim, places_on(source.layout, x.device)
     )
-    return rows.movedim(0, source_dim).contiguous()
 
 
 def gather(x: DomainTensor, dims: Sequence[int] | None = None) -> DomainTensor:

@@ -86,12 +86,19 @@ def difference(a: Ranges, b: Ranges) -> Ranges:
         b: The ranges to leave out.
     """
     remaining = []
+    j = 0
     for start, stop in a:
-        for first, last in intersection(((start, stop),), b):
-            remaining.append((start, first))
-            start = last
-        remaining.append((start, stop))
-    return union(remaining)
+        while j < len(b) and b[j][1] <= start:
+            j += 1
+        k = j
+        while k < len(b) and b[k][0] < stop:
+            if start < b[k][0]:
+                remaining.append((start, b[k][0]))
+            start = b[k][1]
+            k += 1
+        if start < stop:
+            remaining.append((start, stop))
+    return tuple(remaining)
 
 
 class Offsets:
