@@ -38,7 +38,9 @@ def calibrate(arguments: Sequence[str], path: Path, *, memory: int) -> str:
     try:
         from scipy.optimize import nnls
     except ModuleNotFoundError:
-        raise ConfigError("--calibrate needs scipy: pip install scipy") from None
+        raise ConfigError(
+            "--calibrate needs scipy: pip install '.[calibrate]' in the folder of this program, or scipy"
+        ) from None
     length = parse_command_line(list(arguments)).config.training.seq_len
     full = "--activation_checkpoint.mode=full"
     one = "--training.global_batch_size=-1"

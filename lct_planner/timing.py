@@ -71,7 +71,7 @@ def device(name: str) -> Device:
         name: Its name in gpus.toml, or a file of that form with one table.
 
     Raises:
-        ConfigError: There is no such record, or a key is missing or unknown.
+        ConfigError: There is no such record, or a key is missing, unknown or of a wrong type.
     """
     path = Path(name)
     is_file = path.suffix == ".toml" and path.exists()

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
@@ -307,8 +308,9 @@ class Worker:
             "whole": whole,
             "node": node,
         }
-        self._process.stdin.write(json.dumps(question) + "\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # the process has ended; the next lines say so
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise ConfigError(

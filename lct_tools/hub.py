@@ -84,8 +84,9 @@ def _sentences(repo_id: str, otherwise: str) -> Iterator[None]:
     except Exception as error:
         # The hub's client has changed its HTTP library: errors of each are known by their module.
         library = type(error).__module__.partition(".")[0]
-        known = library in ("huggingface_hub", "httpx", "httpx2", "requests")
-        if not known and (not isinstance(error, OSError) or is_of_file(error)):
+        if library not in ("huggingface_hub", "httpx", "httpx2", "requests") and (
+            not isinstance(error, OSError) or is_of_file(error)
+        ):
             raise
         raise ConfigError(hub_reason(error, repo_id, otherwise)) from None
 

@@ -160,8 +160,9 @@ def _curves(runs: Sequence[Run]) -> list[str]:
 
 
 def _html(figure: Any, title: str, *, with_script: bool = False) -> str:
-    legend = {"orientation": "h", "y": -0.2}
-    figure.update_layout(title=title, showlegend=True, height=360, legend=legend)
+    figure.update_layout(
+        title=title, showlegend=True, height=360, legend_orientation="h", legend_y=-0.2
+    )
     settings = {"responsive": True, "displayModeBar": False}
     return figure.to_html(full_html=False, include_plotlyjs=with_script, config=settings)
 
@@ -204,7 +205,7 @@ def _layout(run: Run) -> str:
         f"--seq-len {length} --degree {cp['degree']} --method {cp['method']} "
         f"--load-balancer {cp['load_balancer']}"
     )
-    if degrees := cp.get("hybrid_degrees"):
+    if (degrees := cp.get("hybrid_degrees")) and cp["method"] == "hybrid":
         words += f" --head-degree {degrees[0]}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.svg")

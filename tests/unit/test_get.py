@@ -19,6 +19,7 @@ from trainer.commands.main import main as lct
 pytestmark = pytest.mark.about("lct_tools/get.py", "lct_tools/hub.py")
 HTTP = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
 """The library by which huggingface_hub asks; its name changes from version to version."""
+CONNECTION_ERROR = getattr(HTTP, "ConnectError", None) or HTTP.ConnectionError
 SIZES = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 64}
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -150,7 +151,7 @@ def test_what_cannot_be_got_is_one_sentence(
             PermissionError(errno.EACCES, "Permission denied", "there"),
             "there cannot be read or written (Permission denied",
         ),
-        (HTTP.ConnectError("no name"), "the Hugging Face hub cannot be reached (no name)"),
+        (CONNECTION_ERROR("no name"), "the Hugging Face hub cannot be reached (no name)"),
         (TimeoutError("no answer"), "the Hugging Face hub cannot be reached (no answer)"),
     ],
 )

@@ -1,5 +1,8 @@
 """Law: kernels of flash-linear-attention compute linear attention where they can, and they compute what it is."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,13 +50,25 @@ def test_an_installed_package_is_called(monkeypatch: pytest.MonkeyPatch) -> None
         assert not linear_kernels.runs_kernels(tokens("cpu"))
 
 
-def test_a_missing_package_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_kernels, "is_installed", lambda _: False)
+@pytest.mark.parametrize("missing", ["fla", "no_einops"])
+def test_a_package_that_cannot_be_imported_is_logged_once_with_the_reason(
+    missing: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is missing, or a package that it needs is."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    if missing == "fla":
+        monkeypatch.setitem(sys.modules, "fla", None)
+    else:
+        (tmp_path / "fla").mkdir()
+        (tmp_path / "fla" / "__init__.py").write_text(f"import {missing}")
+        monkeypatch.syspath_prepend(tmp_path)
     linear_kernels._has_package.cache_clear()
     with caplog.at_level("INFO", logger="longshard"):
         assert not linear_kernels._has_package()
         assert not linear_kernels._has_package()
     linear_kernels._has_package.cache_clear()
-    assert [record.message for record in caplog.records] == [
-        "linear attention is computed by PyTorch in chunks; faster here: pip install fla-core"
-    ]
+    (message,) = [record.message for record in caplog.records]
+    assert message.startswith("linear attention is computed by PyTorch in chunks (")
+    assert missing in message
+    assert message.endswith("; faster here: pip install fla-core")

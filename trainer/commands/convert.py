@@ -158,7 +158,8 @@ def main(argv: list[str] | None = None) -> int:
         The exit code, 0.
 
     Raises:
-        ConfigError: The command line is wrong, or the output cannot be made.
+        ConfigError: The command line is wrong, the output cannot be made, or the disk is full.
+        OSError: A file cannot be read or written for another reason.
     """
     args = parser().parse_args(argv)
     if args.way is None:

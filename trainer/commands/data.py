@@ -162,7 +162,8 @@ def show(config: JobConfig, args: argparse.Namespace) -> str:
         args: The options of the command line.
 
     Raises:
-        ConfigError: The data have no tokens, or the page cannot be written.
+        ConfigError: The data have no tokens.
+        OSError: The page cannot be written.
     """
     from trainer.data.job_data import open_training_data
     from trainer.data.loader import BatchLoader

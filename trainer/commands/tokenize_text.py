@@ -88,13 +88,17 @@ def into_folder(args: argparse.Namespace) -> None:
         kind = args.dataset if has_messages else "hub"
         settings = replace(settings, dataset=kind, path=HUB * has_messages + data.path)
         log(f"{data}: {data.shards} shards of revision {data.revision}")
-    tokenize(
-        Inputs.of(settings),
-        folder,
-        processes=args.processes,
-        log=log,
-        shard_bytes=args.shard_mb << 20,
-    )
+    try:
+        tokenize(
+            Inputs.of(settings),
+            folder,
+            processes=args.processes,
+            log=log,
+            shard_bytes=args.shard_mb << 20,
+        )
+    except OSError as error:  # of a full disk it has no name
+        error.filename = error.filename or args.output
+        raise
 
 
 def main(argv: list[str]) -> int:

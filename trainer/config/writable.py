@@ -13,6 +13,10 @@ _REASONS = {
 }
 
 
+_OF_FILES = (errno.EIO, errno.ESTALE, errno.EROFS, errno.EMFILE, errno.ENFILE)
+"""Other errors of files, which may lack a file's name."""
+
+
 def is_writable(folder: Path) -> bool:
     """Return whether a folder can be created and written: its nearest existing parent is a writable folder.
 
@@ -111,7 +115,7 @@ def is_of_file(error: OSError) -> bool:
     Args:
         error: The error.
     """
-    return error.filename is not None or error.errno in _REASONS
+    return error.filename is not None or error.errno in {*_REASONS, *_OF_FILES}
 
 
 def _size(number: int) -> str:

@@ -52,8 +52,8 @@ def rotary_share(config: Entries) -> float:
         share = config.whole("rotary_dim") / head_dim
     if not share <= 1 or int(head_dim * share) % 2:
         raise ConfigError(
-            f"{config.file}: {share * head_dim:g} of a head's {head_dim} channels are rotated, by {key} "
-            f"or rotary_dim; write one that rotates an even number of them, at most {head_dim}"
+            f"{config.file}: {key} = {share} must rotate an even number of a head's {head_dim} channels, "
+            f"at most {head_dim}; rotary_dim, if the file has it, is {key} x head_dim"
         )
     return share
 

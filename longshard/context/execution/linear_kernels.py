@@ -16,11 +16,11 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache, cached_property
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
-from longshard.context.execution.kernels.flash import is_installed
 from longshard.context.execution.linear_chunks import Tokens
 from longshard.context.execution.linear_states import KnownStates
 from longshard.context.planning.capabilities import runs_fla
@@ -57,15 +57,15 @@ def runs_kernels(x: Tokens) -> bool:
 
 @cache
 def _has_package() -> bool:
-    """Return whether the package is installed; the first call logs it."""
-    has_package = is_installed("fla.ops")
-    by = (
-        "the kernels of flash-linear-attention"
-        if has_package
-        else "PyTorch in chunks; faster here: pip install fla-core"
-    )
+    """Return whether the package can be imported; the first call logs it, with the reason if it cannot."""
+    why = ""
+    try:
+        import_module("fla.ops")
+    except Exception as error:  # of the package or of its own packages
+        why = f"PyTorch in chunks ({error}); faster here: pip install fla-core"
+    by = why or "the kernels of flash-linear-attention"
     logger.info(f"linear attention is computed by {by}")
-    return has_package
+    return not why
 
 
 class KernelPass:

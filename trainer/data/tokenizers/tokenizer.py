@@ -48,10 +48,11 @@ class Encoded(NamedTuple):
         Args:
             vocab_size: The number of the tokenizer's ids.
         """
-        wrong = self.ids[(self.ids < 0) | (self.ids >= vocab_size)]
-        if not len(wrong):
+        ids = self.ids
+        if not len(ids) or 0 <= ids.min() <= ids.max() < vocab_size:
             return ""
-        return f"has the token id {wrong[0]}, and the tokenizer has {vocab_size:,} (0 and up)"
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        return f"has the token id {wrong}, and the tokenizer has {vocab_size:,} (0 and up)"
 
 
 NOTHING = Encoded(np.empty(0, dtype=np.int64))
