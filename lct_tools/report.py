@@ -205,7 +205,7 @@ def _layout(run: Run) -> str:
         f"--seq-len {length} --degree {cp['degree']} --method {cp['method']} "
         f"--load-balancer {cp['load_balancer']}"
     )
-    if (degrees := cp.get("hybrid_degrees")) and cp["method"] == "hybrid":
+    if degrees := cp.get("hybrid_degrees"):
         words += f" --head-degree {degrees[0]}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.svg")

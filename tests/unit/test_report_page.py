@@ -61,8 +61,6 @@ def test_the_degrees_of_a_hybrid_run_are_drawn(run: Path) -> None:
     text = page([read(run)])
     assert "<svg" in text
     assert "--head-degree" not in text
-    (run / "config.toml").write_text(f"{CONFIG}context_parallel_hybrid_degrees = [2, 1]\n")  # without an effect
-    assert "<svg" in page([read(run)])
 
 
 def test_a_page_that_cannot_be_written_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
