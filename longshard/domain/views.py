@@ -11,6 +11,7 @@ from longshard.domain.dispatch import (
     VIEW,
     AnyTensor,
     DomainTensor,
+    Unhandled,
     is_sharded,
     refuse_unless,
     refused,
@@ -90,8 +91,10 @@ def _reshaped(x: DomainTensor, sizes: Sequence[int]) -> DomainTensor:
         before = math.prod(x.shape[old[0] : dim])
         after = math.prod(x.shape[dim + 1 : old[-1] + 1])
         axis = x.domain.axes[dim]
-        why = f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
-        refuse_unless(before <= _MANY, why)
+        if before > _MANY:
+            raise Unhandled(
+                f"dimension {dim} is merged behind {before} rows, more than {_MANY}"
+            )
         shards = axis.layout.ranges
         shape = tuple(int(sizes[d]) for d in new)
         position, length, ranges = _refitted(axis.layout.length, shards, before, after, shape)
@@ -239,7 +242,7 @@ def _created(function, x, *size, **kwargs) -> DomainTensor:
     same = made.ndim == x.ndim and all(made.shape[dim] == x.shape[dim] for dim in x.domain.axes)
     domain = x.domain if same else Domain({})
     value = size[1:] if function.__name__ == "new_full" else ()
-    kwargs.pop("size", None)  # the shard has a size of its own
+    kwargs.pop("size", None)  # the size of the shard replaces it
     return wrapped(function(x.local, domain.local_shape(made.shape), *value, **kwargs), domain)
 
 

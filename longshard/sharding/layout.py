@@ -90,9 +90,9 @@ class AxisLayout:
             ValueError: `multiple_of` does not divide the length of a shard.
         """
         shards = (
-            tuple(Offsets(ranges).ranges_at(start, stop))
-            for ranges in self.ranges
-            for start, stop in pairwise(_cuts(size(ranges), pieces, multiple_of))
+            tuple(places.ranges_at(start, stop))
+            for places in map(Offsets, self.ranges)
+            for start, stop in pairwise(_cuts(size(places.ranges), pieces, multiple_of))
         )
         return AxisLayout(self.name, self.length, tuple(shards))
 

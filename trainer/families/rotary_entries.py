@@ -16,7 +16,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def rotary_table(config: Entries) -> Entries:
-    """Return the table of rotary positions, empty if there is none; if there are two, the one for full attention.
+    """Return the table of rotary positions. If there are two, return the table of full attention; empty without one.
 
     Args:
         config: The entries of the file.

@@ -39,7 +39,7 @@ def plan_files(
     most_bytes: float,
     stem: str = "model",
 ) -> tuple[list[NewFile], str]:
-    """Plan files of at most `most_bytes` of tensors. A larger tensor has a file of its own. Nothing is written.
+    """Plan files of at most `most_bytes` of tensors, without writing them. A larger tensor has a file of its own.
 
     Args:
         shapes: Shape of each tensor, at least one.

@@ -61,7 +61,7 @@ def _has_package() -> bool:
     why = ""
     try:
         import_module("fla.ops")
-    except Exception as error:  # of the package or of its own packages
+    except Exception as error:  # the package, or one that it needs, is missing or broken
         why = f"PyTorch in chunks ({error}); faster here: pip install fla-core"
     by = why or "the kernels of flash-linear-attention"
     logger.info(f"linear attention is computed by {by}")

@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
     notes: Mapping[str, int] = MappingProxyType({})
 
     def wrong_id(self, vocab_size: int) -> str:
-        """Return words that name the first id which a tokenizer lacks; empty if there is none.
+        """Return words about the first id outside of a tokenizer's vocabulary; empty if there is none.
 
         Args:
             vocab_size: The number of the tokenizer's ids.
