@@ -16,7 +16,7 @@ ON_GPUS := tests/unit/test_kernels_on_gpu.py tests/unit/test_thread_ranks.py tes
 	tests/distributed/test_bfloat16.py tests/integration/test_layouts.py
 
 # What codespell reads.
-SPELLED := $(wildcard *.md *.py *.toml *.txt) Makefile CITATION.cff deploy docker docs examples lct_planner lct_tools longshard scripts tests train_configs trainer
+SPELLED := $(wildcard *.md *.py *.toml *.txt) Makefile CITATION.cff deploy docker docs examples lct_inference lct_planner lct_tools longshard scripts tests train_configs trainer
 
 .PHONY: train chat test test-of test-wide test-ci check check-all test-all test-gpu test-versions mutants docs lint format clean
 

@@ -20,6 +20,7 @@ RUN sed -nE 's/^(torch==[0-9.]+).*/\1/p' requirements.txt > torch.txt \
     && pip install --no-cache-dir -r requirements.txt
 
 COPY LICENSE README.md pyproject.toml ./
+COPY lct_inference lct_inference
 COPY lct_planner lct_planner
 COPY lct_tools lct_tools
 COPY longshard longshard

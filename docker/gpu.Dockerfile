@@ -18,6 +18,7 @@ RUN pip install --no-cache-dir -r requirements.txt \
     && python -c 'import torch; assert torch.version.cuda, "pip has replaced the PyTorch of the image"'
 
 COPY LICENSE README.md pyproject.toml ./
+COPY lct_inference lct_inference
 COPY lct_planner lct_planner
 COPY lct_tools lct_tools
 COPY longshard longshard

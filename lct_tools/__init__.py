@@ -1,1 +1,1 @@
-"""Commands of `lct` around a run: models, tokenizers, the machine, pages about runs. Only `lct` calls them."""
+"""Commands of `lct` around a run: estimates, plans, data, models, tokenizers, machines, reports."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainer.commands import plan
+from lct_tools import plan
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.toml import load_toml

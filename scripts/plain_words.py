@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_suffix(".json")
-PROGRAM = ("longshard", "trainer", "lct_planner", "lct_tools", "scripts")
+PROGRAM = ("longshard", "trainer", "lct_inference", "lct_planner", "lct_tools", "scripts")
 EVERYTHING = [*PROGRAM, "examples", "tests", "docs", *sorted(path.name for path in ROOT.glob("*.md"))]
 CONSTRUCTIONS = re.compile(  # with escaped spaces, this list does not count itself
     r"(?i)\b(those\ of|that\ of|what\ is|what\ are|what\ of|of\ which|of\ whom|such\ of|the\ one\ of|as\ many\ as|"

@@ -34,7 +34,7 @@ _VARIABLES = {
     "OPENBLAS_NUM_THREADS": "1",  # numpy would start its threads when it is imported
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # torch reads it when it is imported; the pool of ranks asks for the same
 }
-_OF_THE_TREE = ("longshard", "trainer", "lct_planner", "tests", "examples", "train")
+_OF_THE_TREE = ("longshard", "trainer", "lct_inference", "lct_planner", "lct_tools", "tests", "examples", "train")
 
 
 class WarmPytest:

@@ -5,7 +5,7 @@ A test is about a file of the program when one of these holds:
 * its module imports the file, by name;
 * `tests/mutants` plants a mistake in the file, which the test must see;
 * its module says so, where the test reaches the file through ranks, a command or another file:
-  `pytestmark = pytest.mark.about("trainer/commands/chat.py", "lct_planner")`, with paths of files and folders.
+  `pytestmark = pytest.mark.about("lct_inference/chat.py", "lct_planner")`, with paths of files and folders.
 
 A test module guards itself, `scripts/NAME.py` is guarded by a `test_NAME.py`, and a module that tests share by the
 tests that import it. Of many modules those are chosen that are about the fewest other files.
@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
-_FOLDERS = ("longshard", "trainer", "lct_planner", "lct_tools", "tests", "examples", "scripts")
+_FOLDERS = ("longshard", "trainer", "lct_inference", "lct_planner", "lct_tools", "tests", "examples", "scripts")
 _MOST_MODULES = 6
 _ORDER = ("tests/unit/", "examples/", "tests/distributed/", "tests/integration/", "tests/repository/")
 

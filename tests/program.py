@@ -3,7 +3,7 @@
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("longshard", "trainer", "lct_planner", "lct_tools")
+PACKAGES = ("longshard", "trainer", "lct_inference", "lct_planner", "lct_tools")
 
 
 def files_of_program() -> list[Path]:

@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
+from lct_inference import answering
+from lct_inference.answering import Writer
+from lct_inference.http_server import Waiting
+from lct_inference.openai_format import AnswerError, Ended, Piece, Score
+from lct_inference.openai_request import Request
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_generation import opened
-from trainer.commands import answering
-from trainer.commands.answering import Writer
-from trainer.commands.http_server import Waiting
-from trainer.commands.openai_format import AnswerError, Ended, Piece, Score
-from trainer.commands.openai_request import Request
 from trainer.config.schema import Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 from trainer.runtime.agreement import control_group

@@ -14,15 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lct_inference.evaluate import checked, evaluate
+from lct_inference.evaluation import Evaluation, Retrieved
+from lct_inference.long_prompts import NeedlePrompt, long_documents, needle_prompts
 from tests.distributed.pool import WorkerPool
 from tests.distributed.test_parity import LAYOUTS
 from tests.hf_decoders import hf_model
 from tests.hf_families import MODELS, hf_decoder, in_double
 from tests.slow import slow
-from trainer.commands.evaluate import checked, evaluate
 from trainer.commands.finished_run import loaded_model
 from trainer.config.schema import JobConfig, Training
-from trainer.data.evaluation import NeedlePrompt, long_documents, needle_prompts
 from trainer.data.loader import TextBatch
 from trainer.data.packing import IGNORE_INDEX
 from trainer.data.sources.registry import DataSettings
@@ -32,7 +33,6 @@ from trainer.families.decoder_args import TransformerArgs
 from trainer.job import resolve
 from trainer.parallel.parallel_dims import ParallelDims
 from trainer.runtime.process_group import Process, process_group
-from trainer.tasks.evaluation import Evaluation, Retrieved
 from trainer.tasks.language import LanguageTask
 from trainer.tasks.rank_batch import RankBatch
 

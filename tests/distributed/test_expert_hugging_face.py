@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from lct_inference import generation
 from tests.distributed import harness
 from tests.distributed.harness import BASE, Record, RecordingTrainer, assert_parity
 from tests.distributed.pool import WorkerPool
@@ -21,7 +22,6 @@ from tests.slow import slow
 from tests.unit.test_expert_hugging_face import GPT_OSS, QWEN, logits_there, relative, whole_folder
 from trainer.checkpoint.weights import load_weights
 from trainer.commands import convert
-from trainer.components import generation
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import Model
 from trainer.families.decoder_args import TransformerArgs

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lct_inference import generation
 from longshard import ContextParallelOptions, context_parallel
 from tests.distributed.harness import assert_parity, run_layout, whole
 from tests.distributed.pool import WorkerPool
@@ -20,7 +21,6 @@ from tests.hf_tensors import to_hf
 from tests.slow import slow
 from tests.unit.test_expert_hugging_face import relative, whole_folder
 from trainer.checkpoint.weights import load_weights
-from trainer.components import generation
 from trainer.config.schema import Model
 from trainer.hugging_face.folder import HFFolder
 from trainer.hugging_face.reader import HFReader

@@ -19,16 +19,16 @@ import transformers
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lct_inference import generate as command
+from lct_inference import generation
+from lct_inference.generation import Sampling, Writing, generate
 from longshard.context.regions import context_parallel
 from tests.distributed.pool import WorkerPool
 from tests.hf_decoders import hf_model
 from tests.hf_tensors import to_hf
 from tests.slow import slow
-from trainer.commands import generate as command
 from trainer.commands.finished_run import loaded_model
 from trainer.commands.main import main as lct
-from trainer.components import generation
-from trainer.components.generation import Sampling, Writing, generate
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model, Parallelism, Training
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path

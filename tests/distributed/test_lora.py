@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
+from lct_inference.evaluate import checked
+from lct_inference.generate import model_parser
 from tests.distributed import harness
 from tests.distributed.checkpoint_cases import load_step_save, merged, trainer_in
 from tests.distributed.harness import Record, RecordingTrainer, resolved
@@ -22,9 +24,7 @@ from tests.distributed.test_hugging_face import LLAMA, SETTINGS, STEPS, error, i
 from tests.distributed.test_parity import LAYOUTS
 from tests.slow import slow
 from trainer.commands import convert
-from trainer.commands.evaluate import checked
 from trainer.commands.finished_run import loaded_model, text_configuration
-from trainer.commands.generate import model_parser
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.packing import IGNORE_INDEX

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lct_inference.generation import Writing, generate
 from longshard import context_parallel
 from longshard.context.live import own_positions
 from longshard.context.planning.mask import documents
@@ -24,7 +25,6 @@ from tests.distributed.test_parity import degrees, reference
 from tests.hf_families import MODELS, hf_decoder, in_double
 from tests.slow import slow
 from trainer.checkpoint.weights import load_weights
-from trainer.components.generation import Writing, generate
 from trainer.config.schema import Model
 from trainer.families.layer_kinds import key_sources
 from trainer.hugging_face.folder import HFFolder

@@ -575,14 +575,14 @@ SHOWN_PLANS = (
     ),
     Mutant(
         "the rank that sends most is not looked at",
-        "trainer/commands/plan_case.py",
+        "lct_tools/plan_case.py",
         "return sorted({*self.middles, *range(self.degree)[:2], *range(self.degree)[-2:]})",
         "return self.middles",
         "tests/repository/test_show_plan.py",
     ),
     Mutant(
         "auto looks at the mask of no batch",
-        "trainer/commands/plan.py",
+        "lct_tools/plan.py",
         '"batch": packed, "hybrids": packed is None,',
         '"hybrids": packed is None,',
         "tests/repository/test_show_plan.py",

@@ -223,7 +223,7 @@ FAMILIES = (
     ),
     Mutant(
         "a model that takes the likeliest token draws",
-        "trainer/commands/sampling_defaults.py",
+        "lct_inference/sampling_defaults.py",
         'if content.get("do_sample") is False:',
         "if False:",
         "tests/unit/test_sampling_defaults.py",

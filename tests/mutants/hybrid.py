@@ -206,7 +206,7 @@ HYBRID = (
     ),
     Mutant(
         "what fills a prompt up changes its state",
-        "trainer/components/generation_cache.py",
+        "lct_inference/generation_cache.py",
         "real = self._rows < self.lengths[:, None]",
         "real = self._rows < 1 + 10**6 * self.lengths[:, None]",
         "tests/distributed/test_generation.py::test_context_parallel_ranks_write_the_same",

@@ -784,7 +784,7 @@ PROCESSES = (
     ),
     Mutant(
         "too short a time-out is told of one rank, which waits for nobody",
-        "trainer/commands/estimate.py",
+        "lct_tools/estimate.py",
         'if ranks > 1 else ""',
         'if ranks > 0 else ""',
         "tests/unit/test_planner_command.py::test_a_time_out_that_is_too_short_for_the_predicted_step_is_told",
@@ -889,7 +889,7 @@ PROCESSES = (
     ),
     Mutant(
         "damaged weights write a text",
-        "trainer/components/generation.py",
+        "lct_inference/generation.py",
         "if logits.isnan().any():",
         "if False:",
         "tests/distributed/test_generation.py",

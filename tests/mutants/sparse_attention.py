@@ -119,7 +119,7 @@ SPARSE = (
     ),
     Mutant(
         "generation chooses among the tokens of its own rank",
-        "trainer/components/generation_cache.py",
+        "lct_inference/generation_cache.py",
         'all_reduce(whole, self._cp, "max")',
         "whole = whole + 0",
         "tests/distributed/test_generation.py::test_context_parallel_ranks_write_the_same",

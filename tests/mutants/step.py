@@ -518,28 +518,28 @@ _EVALUATION = "tests/distributed/test_evaluation.py"
 EVALUATION = (
     Mutant(
         "the hidden states of one tensor-parallel rank answer for all",
-        "trainer/tasks/evaluation.py",
+        "lct_inference/evaluation.py",
         '    hidden = whole_sequence(hidden, dims["tp"])\n',
         '    hidden = hidden.repeat(1, dims.size("tp"), 1)\n',
         f"{_EVALUATION}::test_an_answer_is_right_if_all_its_tokens_are_the_likeliest[cp2+tp2]",
     ),
     Mutant(
         "an answer is right if one of its tokens is",
-        "trainer/tasks/evaluation.py",
+        "lct_inference/evaluation.py",
         "Retrieved(round(hits) == prompt.answer_tokens,",
         "Retrieved(hits > 0,",
         f"{_EVALUATION}::test_an_answer_is_right_if_all_its_tokens_are_the_likeliest[cp2+tp2]",
     ),
     Mutant(
         "what fills up a prompt is seen by the tokens behind it",
-        "trainer/components/generation_cache.py",
+        "lct_inference/generation_cache.py",
         "torch.where(rows < self.lengths[:, None], rows, -1)",
         "rows",
         "tests/distributed/test_generation.py::test_drawn_tokens_follow_the_seed_and_the_number_of_the_prompt",
     ),
     Mutant(
         "every context-parallel rank keeps each new token",
-        "trainer/components/generation_cache.py",
+        "lct_inference/generation_cache.py",
         "self._new if self._runs % self._cp.size() == self._cp.get_local_rank() else 0",
         "self._new",
         "tests/distributed/test_generation.py::test_context_parallel_ranks_write_the_same",

@@ -66,7 +66,7 @@ def test_the_wheel_has_the_package_the_presets_and_the_licence(wheel: Path) -> N
     assert {f"train_configs/{path.name}" for path in (ROOT / "train_configs").glob("*.toml")} <= {*names}
     assert "trainer/assets/python_4k.tiktoken" in names
     tops = {name.split("/")[0] for name in names}
-    assert tops == {"lct_planner", "lct_tools", "longshard", "trainer", "train_configs", version}
+    assert tops == {"lct_inference", "lct_planner", "lct_tools", "longshard", "trainer", "train_configs", version}
     pinned = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert pinned["scripts"] == {"lct": "trainer.commands.main:main"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from trainer.commands.plan import main
+from lct_tools.plan import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "context_parallelism.md").read_text()

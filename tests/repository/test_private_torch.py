@@ -347,7 +347,8 @@ def test_the_scan_sees_a_private_name() -> None:
 
 def test_operators_that_are_kept_exist_by_these_names() -> None:
     """A renamed operator would be computed again without a word."""
-    for module in ("torch.nn.attention.flex_attention", "torch.nn.attention.varlen", f"{CP}.attention"):
+    ours = (f"{CP}.attention", f"{CP}.sparse_attention")
+    for module in ("torch.nn.attention.flex_attention", "torch.nn.attention.varlen", *ours):
         importlib.import_module(module.replace("/", "."))  # they register operators
     known = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
     assert {*KEPT_OPERATORS, *MATRIX_PRODUCTS} <= known | {torch._higher_order_ops.flex_attention.name()}

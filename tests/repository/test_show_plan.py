@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lct_tools.plan import build, parse_documents, parse_mask, parser
+from lct_tools.plan_case import DIRECTIONS, MOST_RANKS, Case
+from lct_tools.plan_summary import WIDTH, busiest_and_mean, summary
 from longshard.context.planning.auto import choose
 from longshard.context.planning.cost import attention_cost
 from longshard.context.planning.mask import causal
 from longshard.context.planning.methods import METHODS, make_plan
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.commands.main import main as lct
-from trainer.commands.plan import build, parse_documents, parse_mask, parser
-from trainer.commands.plan_case import DIRECTIONS, MOST_RANKS, Case
-from trainer.commands.plan_summary import WIDTH, busiest_and_mean, summary
 
 SMALL = ["--seq-len", "48", "--degree", "4"]
 
@@ -220,7 +220,7 @@ def test_the_help_has_examples_that_run(capsys: pytest.CaptureFixture[str], tmp_
 def test_without_its_module_there_is_no_picture(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.delitem(sys.modules, "trainer.commands.plan_picture")
+    monkeypatch.delitem(sys.modules, "lct_tools.plan_picture")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert lct(["plan", *SMALL, "--output", str(tmp_path / "plan.svg")]) == 2
     assert "--output needs matplotlib: pip install matplotlib" in capsys.readouterr().err

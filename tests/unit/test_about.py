@@ -16,7 +16,7 @@ def test_a_quick_test_guards_each_file(file: str) -> None:
 
 def test_tests_of_a_file_are_those_that_import_it_name_it_or_see_its_mistakes() -> None:
     chat_tests = ["tests/unit/test_chat_command.py", "tests/unit/test_conversation.py"]
-    assert guards_of(["trainer/commands/chat.py"]) == chat_tests  # one is named by its marker
+    assert guards_of(["lct_inference/chat.py"]) == chat_tests  # one is named by its marker
     assert "tests/unit/test_merging.py" in guards_of(["longshard/context/execution/merging.py"])
     window_tests = guards_of(["longshard/domain/windows.py"])
     assert window_tests == [test for test in window_tests if test.startswith("tests/distributed/test_domain")]

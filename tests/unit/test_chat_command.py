@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from lct_inference import generate
+from lct_inference.talk import Pieces, Talk
 from tests.answering import SYSTEM, TOOLS, saved_model, theirs
 from tests.slow import slow
-from trainer.commands import generate
-from trainer.commands.talk import Pieces, Talk
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 
-pytestmark = pytest.mark.about("trainer/__main__.py", "trainer/commands/chat.py", "trainer/commands/ranks.py")
+pytestmark = pytest.mark.about("trainer/__main__.py", "lct_inference/chat.py", "trainer/commands/ranks.py")
 
 ROOT = Path(__file__).resolve().parents[2]
 

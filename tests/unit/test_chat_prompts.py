@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lct_inference.generate import checked, to_write
+from lct_inference.talk import Talk
 from tests.chat_files import CALLS, chat_folder
 from tests.published_templates import PUBLISHED, TOOL, answer, special_names, template, tool, user
 from tests.unit.chat_encoding import SPECIAL, read
-from trainer.commands.generate import checked, to_write
-from trainer.commands.talk import Talk
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.chat_messages import read_messages
 from trainer.data.tokenizers.chat_template import ChatTemplate

@@ -180,7 +180,7 @@ def test_sides_stay_together_around_a_bad_row(tmp_path, model):
 
 
 def test_data_show_is_the_same(tmp_path, model, capsys, monkeypatch):
-    monkeypatch.setattr("trainer.commands.data.set_up_logging", lambda rank: None)
+    monkeypatch.setattr("lct_tools.data.set_up_logging", lambda rank: None)
     shown = []
     for path in write_both(tmp_path, CHATS):
         words = ["data", "show", "--training.dataset=chat", f"--training.dataset_path={path}", "--training.seq_len=256"]

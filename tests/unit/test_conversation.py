@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from lct_inference import chat, generate
+from lct_inference.chat import HELP, Conversation, interrupts
+from lct_inference.talk import Talk
+from lct_tools.data import on_console
 from tests.answering import saved_model
 from tests.chat_files import CHATML, chat_folder
-from trainer.commands import chat, generate
-from trainer.commands.chat import HELP, Conversation, interrupts
-from trainer.commands.data import on_console
-from trainer.commands.talk import Talk
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer

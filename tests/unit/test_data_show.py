@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
+from lct_tools.data import main, shortened
 from tests.chat_files import CHATML, chat_folder, conversations, write_lines
 from tests.loading import batch_loader
-from trainer.commands.data import main, shortened
 from trainer.commands.main import main as lct
 from trainer.data import DataSettings, open_text, open_tokenizer
 from trainer.data.contents import LENGTHS, Contents, summary
@@ -39,7 +39,7 @@ def settings_of(job: list[str]) -> DataSettings:
 @pytest.fixture(autouse=True)
 def log_as_before(monkeypatch):
     """The command sets up the log of its process."""
-    monkeypatch.setattr("trainer.commands.data.set_up_logging", lambda rank, **how: None)
+    monkeypatch.setattr("lct_tools.data.set_up_logging", lambda rank, **how: None)
 
 
 @pytest.mark.parametrize("sample", [0, 5])

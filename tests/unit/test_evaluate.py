@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.commands.evaluate import tables, write
-from trainer.commands.evaluation_defaults import edges_of
+from lct_inference.evaluate import tables, write
+from lct_inference.evaluation_defaults import edges_of
+from lct_inference.long_prompts import NeedlePrompt, long_documents, needle_prompts
 from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError
-from trainer.data.evaluation import NeedlePrompt, long_documents, needle_prompts
 from trainer.data.packing import IGNORE_INDEX
 from trainer.data.tokenizers.tokenizer import Encoded, Tokenizer, open_tokenizer
 

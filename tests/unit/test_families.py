@@ -13,10 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from lct_inference import evaluate
 from tests.hf_families import MODELS, hf_decoder, in_double
 from tests.unit.test_expert_hugging_face import read_here, whole_folder, write_here
 from trainer.checkpoint import export
-from trainer.commands import evaluate
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path

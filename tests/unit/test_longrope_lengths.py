@@ -7,12 +7,12 @@ import pytest
 import torch
 import transformers
 
+from lct_inference.generate import checked
+from lct_inference.generation import Sampling, Writing, generate
 from tests.hf_families import MODELS, hf_decoder
 from tests.unit.saved_runs import saved_run
 from trainer.commands.finished_run import loaded_model
-from trainer.commands.generate import checked
 from trainer.commands.main import main as lct
-from trainer.components.generation import Sampling, Writing, generate
 from trainer.data.tokenizers.tokenizer import default_tokenizer_path, open_tokenizer
 from trainer.runtime.process_group import Process, process_group
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainer.commands.openai_request import Request, check_fields, request_of
+from lct_inference.openai_request import Request, check_fields, request_of
 from trainer.config.errors import ConfigError
 
 USUAL = Request([], 8, 0.7, 0, 1.0, 3, [])

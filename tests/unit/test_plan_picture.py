@@ -10,15 +10,15 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from lct_tools.plan import MOST_RANKS, main
+from lct_tools.plan_picture import areas_of, draw, picture, rank_color
 from longshard.context.planning.balance import LOAD_BALANCERS
 from longshard.context.planning.methods import METHODS
 from tests.masks import dense
 from tests.repository.test_show_plan import SMALL, case_of, with_degree
 from tests.slow import slow
-from trainer.commands.plan import MOST_RANKS, main
-from trainer.commands.plan_picture import areas_of, draw, picture, rank_color
 
-pytestmark = pytest.mark.about("trainer/commands/plan_case.py", "trainer/commands/plan_summary.py")
+pytestmark = pytest.mark.about("lct_tools/plan_case.py", "lct_tools/plan_summary.py")
 
 MASKS = [["--mask", m] for m in ("causal", "full", "window:7")] + [["--mask", "document", "--documents", "20,1,27"]]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from lct_inference import evaluate, generate, serve
 from tests.chat_files import CHATML, chat_folder
 from tests.hf_decoders import LLAMA, saved
 from tests.unit.saved_runs import saved_run
-from trainer.commands import evaluate, generate, serve
 from trainer.config.errors import ConfigError
 
 USUAL = (0.7, 0, 1.0)

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import openai
 import pytest
 
+from lct_inference import serve
+from lct_inference.http_server import Server
+from lct_inference.openai_request import Request, request_of
+from lct_inference.talk import Pieces
 from tests.answering import SYSTEM, TOOLS, saved_model, theirs
 from tests.distributed.pool import free_port
 from tests.slow import slow
-from trainer.commands import serve
-from trainer.commands.http_server import Server
-from trainer.commands.openai_request import Request, request_of
-from trainer.commands.talk import Pieces
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.chat_template import ChatTemplate
 from trainer.data.tokenizers.tokenizer import open_tokenizer

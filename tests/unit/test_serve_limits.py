@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from lct_inference import http_server
+from lct_inference.http_server import Server
+from lct_inference.openai_format import AnswerError, Ended, Piece
+from lct_inference.talk import Talk
 from tests.answering import WITH_TOOLS
 from tests.chat_files import chat_folder
 from tests.distributed.pool import free_port
-from trainer.commands import http_server
-from trainer.commands.http_server import Server
-from trainer.commands.openai_format import AnswerError, Ended, Piece
-from trainer.commands.talk import Talk
 from trainer.config.schema import JobConfig, Model
 from trainer.data.tokenizers.tokenizer import open_tokenizer
 

@@ -9,9 +9,9 @@ from torch import nn
 
 from examples.toy_family import spec as toy
 from examples.toy_family.args import FLAVORS
+from lct_inference.generation_cache import GenerationCache
 from tests.hf_decoders import EVERY_SECOND, hf_model, in_float64
 from tests.hf_tensors import from_hf, to_hf
-from trainer.components.generation_cache import GenerationCache
 from trainer.config.errors import ConfigError
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.layer_kinds import RopeScaling

@@ -1,6 +1,6 @@
 """Inner modules of layers that a cache can replace: generation keeps their keys, states and inputs.
 
-`trainer/components/generation_cache.py` has the caches.
+`lct_inference/generation_cache.py` has the caches.
 """
 
 from collections.abc import Callable, Iterator, Mapping

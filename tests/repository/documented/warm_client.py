@@ -24,7 +24,17 @@ PLAIN, WITH_SHIM = "plain", "with_shim"
 _RUNS_ANOTHER = "tests.s3_server"
 """The program whose arguments are a command."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_WARM_MODULES = ("longshard", "trainer", "lct_planner", "scripts", "examples", "tests", "pytest")
+_WARM_MODULES = (
+    "longshard",
+    "trainer",
+    "lct_inference",
+    "lct_planner",
+    "lct_tools",
+    "scripts",
+    "examples",
+    "tests",
+    "pytest",
+)
 
 
 def run(name: str, real: str) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import fmean
 
+from lct_tools.plan_case import DIRECTIONS, Case
 from longshard.context.planning.cost import Cost
-from trainer.commands.plan_case import DIRECTIONS, Case
 from trainer.runtime.console import paragraphs
 
 WIDTH = 100

@@ -13,11 +13,11 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from trainer.commands.generate import job_of, model_parser
-from trainer.commands.openai_request import Request
+from lct_inference.generate import job_of, model_parser
+from lct_inference.openai_request import Request
+from lct_inference.talk import PATIENCE_SECONDS, Talk, ends_of, talk_options
 from trainer.commands.options import Parser, number
 from trainer.commands.ranks import run
-from trainer.commands.talk import PATIENCE_SECONDS, Talk, ends_of, talk_options
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob
 
@@ -89,9 +89,9 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
     Returns:
         An empty text.
     """
-    from trainer.commands.answering import Writer
+    from lct_inference.answering import Writer
+    from lct_inference.http_server import Server, Waiting
     from trainer.commands.finished_run import loaded_model
-    from trainer.commands.http_server import Server, Waiting
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import control_group, raise_on_all_ranks, read_once
     from trainer.runtime.process_group import set_timeout

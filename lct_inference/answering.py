@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from trainer.commands.http_server import Waiting
-from trainer.commands.openai_format import AnswerError, Ended, Piece, Score
-from trainer.commands.talk import Pieces
-from trainer.components.generation import Sampling, Writing, generate
+from lct_inference.generation import Sampling, Writing, generate
+from lct_inference.http_server import Waiting
+from lct_inference.openai_format import AnswerError, Ended, Piece, Score
+from lct_inference.talk import Pieces
 from trainer.config.errors import first_line
 from trainer.data.tokenizers.tokenizer import Tokenizer
 from trainer.job import ResolvedJob

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lct_inference.sampling_defaults import set_sampling
+from lct_inference.talk import Talk, check_length, ends_of, talk_options, text_tokens
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import COUNT, Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
-from trainer.commands.sampling_defaults import set_sampling
-from trainer.commands.talk import Talk, check_length, ends_of, talk_options, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig, Parallelism
 from trainer.job import ResolvedJob, resolve
@@ -207,7 +207,7 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
         job: The resolved job.
         device: The device of this rank.
     """
-    from trainer.components.generation import Sampling, Writing, generate
+    from lct_inference.generation import Sampling, Writing, generate
     from trainer.data.tokenizers.tokenizer import open_tokenizer
     from trainer.runtime.agreement import raise_on_all_ranks
 

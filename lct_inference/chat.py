@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainer.commands.generate import job_of, model_parser
+from lct_inference.generate import job_of, model_parser
+from lct_inference.talk import PATIENCE_SECONDS, Pieces, Talk, talk_options
 from trainer.commands.options import Parser
 from trainer.commands.ranks import run
-from trainer.commands.talk import PATIENCE_SECONDS, Pieces, Talk, talk_options
 from trainer.config.errors import ConfigError
 from trainer.job import ResolvedJob
 from trainer.runtime.console import for_terminal
@@ -160,8 +160,8 @@ def work(args: argparse.Namespace, job: ResolvedJob, device: "torch.device") -> 
         job: The resolved job.
         device: The device of this rank.
     """
+    from lct_inference.generation import Sampling, Writing, generate
     from trainer.commands.finished_run import loaded_model
-    from trainer.components.generation import Sampling, Writing, generate
     from trainer.runtime.agreement import control_group, highest, read_once
     from trainer.runtime.process_group import set_timeout
 

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.commands.talk import check_length
+from lct_inference.talk import check_length
 from trainer.config.errors import ConfigError
 from trainer.config.toml import load_toml
 from trainer.data.tokenizers.chat_messages import are_objects

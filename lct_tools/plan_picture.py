@@ -10,9 +10,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from lct_tools.plan_case import Case
 from longshard.context.planning.plan import Stage
 from longshard.sharding.ranges import Ranges
-from trainer.commands.plan_case import Case
 
 Color = tuple[float, ...]
 

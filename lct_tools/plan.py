@@ -11,6 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from lct_tools.plan_case import DIRECTIONS, MOST_RANKS, Case
+from lct_tools.plan_summary import summary
 from longshard.context.planning.auto import choose
 from longshard.context.planning.balance import LOAD_BALANCERS
 from longshard.context.planning.cost import AttentionShape
@@ -19,8 +21,6 @@ from longshard.context.planning.mask import Mask, causal, documents, full, slidi
 from longshard.context.planning.methods import METHODS
 from longshard.context.planning.options import ContextParallelOptions
 from trainer.commands.options import COUNT, Parser
-from trainer.commands.plan_case import DIRECTIONS, MOST_RANKS, Case
-from trainer.commands.plan_summary import summary
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.job.degrees import divisors
 
@@ -208,7 +208,7 @@ def painter(args: argparse.Namespace) -> Callable[[Case, Path], None]:
             f"--output draws at most {MOST_RANKS} ranks, and --degree is {args.degree}; draw fewer ranks"
         )
     try:
-        from trainer.commands.plan_picture import draw
+        from lct_tools.plan_picture import draw
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"--output needs {error.name}: pip install {error.name}, or leave --output out"

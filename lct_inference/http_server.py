@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from trainer.commands.openai_format import (
+from lct_inference.openai_format import (
     AnswerError,
     Ended,
     Object,
@@ -35,8 +35,8 @@ from trainer.commands.openai_format import (
     error_object,
     model_object,
 )
-from trainer.commands.openai_request import Body, Request, check_fields, request_of
-from trainer.commands.talk import Talk, text_tokens
+from lct_inference.openai_request import Body, Request, check_fields, request_of
+from lct_inference.talk import Talk, text_tokens
 from trainer.config.errors import ConfigError
 from trainer.data.tokenizers.tokenizer import Tokenizer
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lct_inference.long_prompts import NeedlePrompt
 from longshard.sharding.exchange import all_reduce
 from trainer.components.loss import token_losses, whole_logits, whole_sequence
 from trainer.components.step_metrics import perplexity
-from trainer.data.evaluation import NeedlePrompt
 from trainer.data.loader import TextBatch, tensors_of
 from trainer.data.packing import IGNORE_INDEX, PackedSequence
 from trainer.models.decoder import rotated_until

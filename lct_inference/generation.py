@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lct_inference.generation_cache import GenerationCache
 from longshard.context.regions import context_parallel
 from longshard.sharding.placement import rows_on
-from trainer.components.generation_cache import GenerationCache
 from trainer.components.loss import whole_logits
 from trainer.config.errors import SharedConfigError
 from trainer.job.record import ResolvedJob

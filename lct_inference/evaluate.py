@@ -16,14 +16,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from trainer.commands.evaluation_defaults import lengths_of, set_defaults
+from lct_inference.evaluation_defaults import lengths_of, set_defaults
+from lct_inference.long_prompts import long_documents, needle_prompts
 from trainer.commands.finished_run import loaded_model, model_options, text_configuration
 from trainer.commands.options import COUNT, Parser, given_as, number
 from trainer.commands.ranks import all_ranks, run
 from trainer.commands.start import CPU_RANKS
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
-from trainer.data.evaluation import long_documents, needle_prompts
 from trainer.data.sources.registry import DATASETS, DataSettings
 from trainer.data.token_files.catalog import check_data, documents_in_order
 from trainer.data.tokenizers.tokenizer import open_tokenizer
@@ -36,7 +36,7 @@ from trainer.stores.folder import checkpoint_folder, step_to_load
 if TYPE_CHECKING:
     import torch
 
-    from trainer.tasks.evaluation import Evaluation
+    from lct_inference.evaluation import Evaluation
 
 Row = dict[str, Any]
 TASKS = ("positions", "needle")
@@ -272,7 +272,7 @@ def evaluate(
     Returns:
         The settings, under "settings", and the rows of each task, under the name of the task.
     """
-    from trainer.tasks.evaluation import Evaluation
+    from lct_inference.evaluation import Evaluation
     from trainer.tasks.language import LanguageTask
 
     model, dims = loaded_model(job, device)
