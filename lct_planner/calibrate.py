@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -80,11 +81,10 @@ def quantities(profile: Profile) -> list[float]:
     Args:
         profile: The profile of the step.
     """
-    sums = dict.fromkeys(QUANTITIES, 0.0)
+    sums: Counter[str] = Counter()
     for amounts in profile.work.values():
         for key, amount in amounts.items():
-            key = "memory" if key in ("moved", "optimizer") else key.partition(" ")[0]
-            sums[key] = sums.get(key, 0.0) + amount
+            sums["memory" if key in ("moved", "optimizer") else key.partition(" ")[0]] += amount
     return [sums[key] for key in QUANTITIES]
 
 

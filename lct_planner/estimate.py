@@ -4,6 +4,7 @@ A process traces the job's own step (`worker.py`); here its profile becomes an a
 time is a roofline from the record of the GPU.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -137,11 +138,10 @@ def in_words(amounts: Mapping[str, float]) -> dict[str, float]:
     Args:
         amounts: Bytes by purpose.
     """
-    sums: dict[str, float] = {}
+    sums: Counter[str] = Counter()
     for purpose, size in amounts.items():
-        words = _PURPOSES.get(purpose, "batch and others")
-        sums[words] = sums.get(words, 0.0) + size
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+        sums[_PURPOSES.get(purpose, "batch and others")] += size
+    return dict(sums.most_common())
 
 
 def estimate(

@@ -5,6 +5,7 @@ their sum. Messages of FSDP and of a ring, and copies to and from the host, run 
 if they take longer. Exchanges of heads, of tensor and of expert parallelism always count.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +16,9 @@ from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.toml import load_toml
 
 RECORDS = Path(__file__).with_name("gpus.toml")
-_FORMS = {float: (int, float), tuple: list, Mapping: dict}
-"""Types of values in TOML, where they are not the types of `Device`."""
+_NUMBERS = {int, float}
+_FORMS = {float: _NUMBERS, tuple: {list}, Mapping: {dict}}
+"""Types of values in TOML, where they are not the types of `Device`. Lists and tables have numbers alone."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,12 @@ def device(name: str) -> Device:
                 f"--gpu {name}: {entry!r} is no key of a record; its keys are {', '.join(sorted(kinds))}"
             )
         kind = get_origin(kinds[entry]) or kinds[entry]
-        if not isinstance(value, _FORMS.get(kind, kind)):
+        inside = value.values() if isinstance(value, dict) else value
+        numbers = inside if kind in (tuple, Mapping) else ()
+        if (
+            type(value) not in _FORMS.get(kind, (kind,))
+            or not {*map(type, numbers)} <= _NUMBERS
+        ):
             raise ConfigError(
                 f"--gpu {name}: {entry} = {value!r} has the wrong type; "
                 "lct_planner/gpus.toml shows a whole record"
@@ -113,12 +120,11 @@ class StepTime:
     @property
     def bottleneck(self) -> str:
         """The cause that takes most of the step, in words."""
-        sums: dict[str, float] = {}
+        sums: Counter[str] = Counter()
         for amounts in self.parts.values():
-            for cause, seconds in amounts.items():
-                sums[cause] = sums.get(cause, 0.0) + seconds
-        cause = max(sums, key=lambda name: sums[name])
-        return f"{cause}, {sums[cause] / max(sum(sums.values()), 1e-12):.0%} of the step"
+            sums.update(amounts)
+        ((cause, seconds),) = sums.most_common(1)
+        return f"{cause}, {seconds / max(sums.total(), 1e-12):.0%} of the step"
 
 
 def step_time(
@@ -140,28 +146,24 @@ def step_time(
     """
     parts: dict[str, dict[str, float]] = {}
     fused = on.efficiency.get("fused", 1.0) if compiled else 1.0
-    for part, amounts in profile.work.items():
-        times = {
-            cause: amounts.get(cause, 0.0) / on.rate(cause) for cause in ("products", "float8")
-        }
+    for part, known in profile.work.items():
+        amounts = Counter(known)  # a missing one is 0
+        times = {cause: amounts[cause] / on.rate(cause) for cause in ("products", "float8")}
         times |= _attention(amounts, on)
-        times["memory"] = (
-            amounts.get("moved", 0.0) * fused + amounts.get("optimizer", 0.0)
-        ) / on.rate("memory")
+        moved = amounts["moved"] * fused + amounts["optimizer"]
+        times["memory"] = moved / on.rate("memory")
         kernels = sum(times.values())
-        launches = amounts.get("launches", 0.0) * fused * on.launch
+        launches = amounts["launches"] * fused * on.launch
         times["launches"] = launches if on.type == "cpu" else max(launches - kernels, 0.0)
         hidden, waited = _messages(profile, part, on)
         times["messages of FSDP and rings"] = max(hidden - max(kernels, launches), 0.0)
-        copies = amounts.get("copied", 0.0) / on.rate("host")
+        copies = amounts["copied"] / on.rate("host")
         times["copies to and from the host"] = max(copies - max(kernels, launches), 0.0)
         times["exchanges"] = waited
         beside = (
             sum(parts.get("backward", {}).values()) if early and part == "optimizer" else 0.0
         )
-        times["optimizer on the host"] = max(
-            amounts.get("host", 0.0) / on.host_memory - beside, 0.0
-        )
+        times["optimizer on the host"] = max(amounts["host"] / on.host_memory - beside, 0.0)
         if part in ("forward", "backward"):
             times["pipeline bubble"] = bubble * sum(times.values())
         parts[part] = {cause: seconds for cause, seconds in times.items() if seconds}
@@ -188,13 +190,13 @@ def attention_kernels(profile: Profile) -> dict[str, float]:
     Args:
         profile: The profile of a step.
     """
-    sums: dict[str, float] = {}
+    sums: Counter[str] = Counter()
     for amounts in profile.work.values():
         for name, flops in amounts.items():
             direction, _, kernel = name.partition(" ")
             if direction.startswith("attention_") and kernel:
-                sums[kernel] = sums.get(kernel, 0.0) + flops
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
+                sums[kernel] += flops
+    return dict(sums.most_common())
 
 
 def _messages(profile: Profile, part: str, on: Device) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -150,8 +151,7 @@ def _options(argv: list[str]) -> tuple[argparse.Namespace, Start]:
         help="draw memory over the step, as .png or .svg",
     )
     add("--json", action="store_true", help="print everything as JSON")
-    has_file = argv and not argv[0].startswith("-")
-    file = argv[:1] if has_file else []
+    file = [word for word in argv[:1] if not word.startswith("-")]
     options, settings = parser.parse_known_args(argv[len(file) :])
     return options, parse([*file, *settings])
 
@@ -258,15 +258,12 @@ def draw(profile: Profile, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("--picture needs matplotlib: pip install matplotlib") from None
-    totals = {}
-    for _, amounts in profile.curve:
-        for name, size in in_words(amounts).items():
-            totals[name] = max(totals.get(name, 0.0), size)
-    names = sorted(totals, key=lambda name: -totals[name])
-    rows = [
-        [in_words(amounts).get(name, 0.0) / 2**30 for _, amounts in profile.curve]
-        for name in names
-    ]
+    totals: Counter[str] = Counter()
+    curve = [Counter(in_words(amounts)) for _, amounts in profile.curve]
+    for amounts in curve:
+        totals |= amounts  # the larger of both
+    names = [name for name, _ in totals.most_common()]
+    rows = [[amounts[name] / 2**30 for amounts in curve] for name in names]
     figure = Figure((10, 5), layout="constrained")
     axes = figure.subplots()
     axes.stackplot(range(len(profile.curve)), rows, labels=names)

@@ -196,8 +196,9 @@ def _draw_chart(axes: Axes, loads: Sequence[Axes], case: Case) -> None:
         [*range(degree)] if few else [*range(0, degree - degree // 16, degree // 8), degree - 1]
     )
     ticks = [*range(stages)] if few and stages <= 8 else sorted({0, stages - 1})
-    axes.set(yticks=[r + 0.5 for r in ranks], yticklabels=[f"rank {r}" for r in ranks])
     axes.set(
+        yticks=[r + 0.5 for r in ranks],
+        yticklabels=[f"rank {r}" for r in ranks],
         xticks=[stage + 0.5 for stage in ticks],
         xticklabels=map(str, ticks),
         title="pairs at stage",

@@ -7,6 +7,7 @@ The page needs no network. The layout of a run is the picture of `lct plan`; plo
 
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from lct_tools import plan
+from longshard.context.planning.methods import METHODS
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
 from trainer.config.toml import load_toml
@@ -174,15 +176,15 @@ def _times(runs: Sequence[Run]) -> str:
     """
     import plotly.graph_objects as go
 
-    bars: dict[str, dict[str, float]] = {}
+    bars: dict[str, dict[str, float]] = defaultdict(dict)
     for run in runs:
         steps = run.steps[1:] or run.steps
         seconds = median(step["seconds_per_step"] for step in steps)
         waiting = seconds * median(step["data_loading_fraction"] for step in steps)
-        bars.setdefault("waiting for data", {})[run.name] = waiting
-        bars.setdefault("computing", {})[run.name] = seconds - waiting
+        bars["waiting for data"][run.name] = waiting
+        bars["computing"][run.name] = seconds - waiting
         for part, predicted in run.predicted.items():
-            bars.setdefault(f"predicted {part}", {})[f"{run.name}, predicted"] = predicted
+            bars[f"predicted {part}"][f"{run.name}, predicted"] = predicted
     figure = go.Figure(layout={"barmode": "stack", "yaxis_title": "seconds"})
     for name, parts in bars.items():
         figure.add_bar(x=[*parts], y=[*parts.values()], name=name)
@@ -205,7 +207,9 @@ def _layout(run: Run) -> str:
         f"--seq-len {length} --degree {cp['degree']} --method {cp['method']} "
         f"--load-balancer {cp['load_balancer']}"
     )
-    if degrees := cp.get("hybrid_degrees"):
+    spread = METHODS.get(cp["method"])
+    degrees = cp.get("hybrid_degrees")
+    if spread is not None and spread.two_level and degrees:  # other methods ignore them
         words += f" --head-degree {degrees[0]}"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "plan.svg")

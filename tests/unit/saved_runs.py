@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from trainer.checkpoint.dcp_files import Writer
-from trainer.checkpoint.weights import load_weights, model_tensors, names_of, open_initial
+from trainer.checkpoint.weights import RunWeights, load_weights, model_tensors, names_of
 from trainer.config.loader import parse_command_line
 from trainer.config.schema import JobConfig
 from trainer.families.registry import from_path
@@ -33,7 +33,7 @@ def saved_run(
     apply_lora(model, config.lora)
     initialize(model, seed=0, device=torch.device("cpu"))
     if config.checkpoint.initial_load_path is not None:
-        load_weights(open_initial(config, args), [model], adapters=False)
+        load_weights(RunWeights(config, args).initial(), [model], adapters=False)
     with torch.no_grad():
         change(model)
     trained = {x: name for x, name in names_of([model]).items() if x.requires_grad or not isinstance(x, nn.Parameter)}

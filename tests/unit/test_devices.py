@@ -36,8 +36,10 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         ((81559, 81559), "1, -1, 0", 1, ""),
         ((81559, 81559), "GPU-0a1b,GPU-2c3d", 2, ""),
         ((), None, 0, ""),
-        ((81559, 81559), "0,1,2,3", 2, "CUDA_VISIBLE_DEVICES = '0,1,2,3' names 4, and this machine has only 2 GPUs"),
-        ((), "0,1", 0, "CUDA_VISIBLE_DEVICES = '0,1' names 2, and this machine has no GPU: training runs on the CPU"),
+        ((81559, 81559), "0,1,2,3", 2, "CUDA_VISIBLE_DEVICES = '0,1,2,3' names 4, and this machine has 2 of them"),
+        ((81559, 81559), "1,5", 1, "CUDA_VISIBLE_DEVICES = '1,5' names 2, and this machine has 1 of them"),
+        ((81559, 81559), "5", 0, "CUDA_VISIBLE_DEVICES = '5' names 1, and this machine has none of them: training"),
+        ((), "0,1", 0, "CUDA_VISIBLE_DEVICES = '0,1' names 2, and this machine has none of them: training runs on"),
     ],
 )
 def test_the_gpus_that_are_here_and_visible(present, variable, count, note, gpus) -> None:

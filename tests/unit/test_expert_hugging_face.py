@@ -148,7 +148,7 @@ def write_here(folder: Path, family: str, args: TransformerArgs, model: torch.nn
     config = parse_command_line([f"--model.name={family}"]).config
     state = model.state_dict()
     in_memory = mock.patch.object(export, "_read", lambda shapes, readers: {name: state[name] for name in shapes})
-    with mock.patch.object(export, "open_weights"), in_memory:
+    with mock.patch.object(export, "RunWeights"), in_memory:
         export.write_hf(folder, config, args, torch.float64, most_bytes=20_000)
 
 

@@ -243,7 +243,7 @@ def test_the_adapters_of_a_fused_matrix_are_not_written_for_peft(tmp_path: Path)
     config = parse_command_line(settings).config
     with (
         mock.patch.object(export, "_read", lambda shapes, _readers: {n: torch.zeros(s) for n, s in shapes.items()}),
-        mock.patch.object(export, "open_saved", return_value=None),
+        mock.patch.object(export, "RunWeights"),
         pytest.raises(ConfigError, match=r"'wq' is a part of model\.layers\.0\.self_attn\.qkv_proj\.weight there"),
     ):
         export.write_peft(tmp_path / "adapters", config, args, 1)

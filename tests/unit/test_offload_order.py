@@ -345,3 +345,10 @@ def test_memory_that_is_used_too_early_is_seen(method: str, mistake: Callable) -
 def test_a_mistake_in_the_order_of_chunks_is_seen(mistake: type[CopyStream]) -> None:
     with pytest.raises(WrongValueError):
         chunks_schedules(mistake)
+
+
+def test_a_view_of_another_dtype_is_another_tensor() -> None:
+    """A layer may keep the bits of its input beside the input."""
+    x = torch.rand(4)
+    assert offload._is_same(x, x.view(4))
+    assert not offload._is_same(x, x.view(torch.int32))

@@ -126,6 +126,9 @@ def test_records_are_whole_and_wrong_ones_are_one_sentence(tmp_path: Path) -> No
         "capability = 9": "capability = 9 has the wrong type",
         "flops = 'fast'": "flops = 'fast' has the wrong type",
         "efficiency = 0.5": "efficiency = 0.5 has the wrong type",
+        "efficiency = {link = 'half'}": "efficiency = {'link': 'half'} has the wrong type",
+        "capability = ['9', 0]": r"capability = \['9', 0\] has the wrong type",
+        "flops = true": "flops = True has the wrong type",
         "node = 8.0": "node = 8.0 has the wrong type",
     }.items():
         own = tmp_path / "own.toml"

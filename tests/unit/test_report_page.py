@@ -63,6 +63,12 @@ def test_the_degrees_of_a_hybrid_run_are_drawn(run: Path) -> None:
     assert "--head-degree" not in text
 
 
+def test_degrees_that_the_method_ignores_are_ignored_here(run: Path) -> None:
+    config = run / "config.toml"
+    config.write_text(f"{CONFIG}context_parallel_hybrid_degrees = [2, 2]\n")
+    assert "<svg" in page([read(run)])
+
+
 def test_a_page_that_cannot_be_written_is_one_sentence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page_file = run / "nowhere" / "page.html"
     assert main(["report", str(run), "--output", str(page_file)]) == 2

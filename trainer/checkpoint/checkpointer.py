@@ -25,13 +25,7 @@ from trainer.checkpoint.failed_save import not_written
 from trainer.checkpoint.host_copies import HostCopies
 from trainer.checkpoint.last_export import export_last
 from trainer.checkpoint.run_folder import agreed_step, best_before, prepare
-from trainer.checkpoint.weights import (
-    load_weights,
-    model_tensors,
-    names_of,
-    open_initial,
-    open_step,
-)
+from trainer.checkpoint.weights import RunWeights, load_weights, model_tensors, names_of
 from trainer.components.lr_scheduler import restart_lr_scheduler
 from trainer.components.optimizer import ensure_state
 from trainer.config.errors import SharedConfigError
@@ -105,6 +99,7 @@ class Checkpointer:
         config = self.job.config
         self._config = config
         self._model = self.job.model
+        self._weights = RunWeights(config, self.job.model, self._once)
         self.settings = config.checkpoint
         self.folder = checkpoint_folder(config)
         self._last_step = 0
@@ -183,9 +178,7 @@ class Checkpointer:
         if self.settings.initial_load_path is None:
             return
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
-        *peft, base = readers = raise_on_all_ranks(
-            lambda: open_initial(self._config, self._model, self._once)
-        )
+        *peft, base = readers = raise_on_all_ranks(self._weights.initial)
         raise_on_all_ranks(lambda: load_weights(readers, model_parts, adapters=bool(peft)))
         types = {name: x.dtype for x, name in names_of(model_parts).items()}
         if isinstance(base, HFReader) and (rounded := base.rounded_to(types)):
@@ -206,9 +199,7 @@ class Checkpointer:
         """Load a saved step; return its tokens seen. A collective. without: obey `checkpoint.exclude_from_loading`."""
         world = self.dims["world"]
         started = time.monotonic()
-        state, reader = raise_on_all_ranks(
-            lambda: open_step(self._config, self._model, step, folder, self._once), world
-        )
+        state, reader = raise_on_all_ranks(lambda: self._weights.to_resume(step, folder), world)
         excluded = {*self.settings.exclude_from_loading} if without else set()
         tensors = tensors_of(self.model_parts, self.optimizer)
         excluded |= {"optimizer"} if state.model_only else set()

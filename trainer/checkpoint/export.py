@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer.checkpoint.dcp_files import Reader
 from trainer.checkpoint.peft_table import peft_model
 from trainer.checkpoint.text_files import text_files
-from trainer.checkpoint.weights import WeightsReader, load_tensors, open_saved, open_weights
+from trainer.checkpoint.weights import RunWeights, WeightsReader, load_tensors
 from trainer.config.errors import ConfigError
 from trainer.config.schema import JobConfig
 from trainer.families.args import DecoderArgs
@@ -63,7 +63,7 @@ def write_hf(
     images = {name: x for name, x in stored.items() if name.startswith(LEFT_ASIDE)}
     content = _config_json(config, args, dtype, source)
     model = hf_model(model_spec(config.model.name), args).in_folder(stored)
-    readers = open_weights(config, args)
+    readers = RunWeights(config, args).latest()
     shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
     text = text_files(
         config, next(content[longest] for longest in _LONGEST if longest in content), source
@@ -281,7 +281,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
     """
     model = peft_model(config, args)
     shapes = {name: tuple(x.shape) for name, (x, _) in model.pairs.items()}
-    ours = _read(shapes, [open_saved(config, args, step)])
+    ours = _read(shapes, [RunWeights(config, args).saved(step)])
     modules, whole = adapted_and_whole(hf.name for _, hf in model.pairs.values())
     stacked = {
         f"mlp.experts.{STACKED[module.rpartition('.')[2]]}"

@@ -6,6 +6,7 @@ State of the process: One filter of warnings, while weights alone are read or wr
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed.checkpoint as dcp
@@ -80,54 +81,6 @@ def model_tensors(named: Mapping[Tensor, str]) -> dict[str, Tensor]:
     }
 
 
-def open_step(
-    config: JobConfig,
-    model: ModelArgs,
-    step: int,
-    folder: Store,
-    once: Once,
-) -> tuple[RunState, Reader]:
-    """Open a saved step to resume from.
-
-    Args:
-        config: The configuration.
-        model: The arguments of the model.
-        step: Number of the step.
-        folder: The checkpoints of this or of another run.
-        once: Calls a function that reads.
-
-    Returns:
-        The state of the step, and a reader of its tensors.
-
-    Raises:
-        ConfigError: The checkpoint is damaged, or of another model or other data.
-    """
-    state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
-    check_fits(state, config, model)
-    return state, reader_of(folder, state, once)
-
-
-def open_saved(
-    config: JobConfig, model: ModelArgs, step: int, once: Once = on_this_rank
-) -> Reader:
-    """Return a reader of a saved step of this run for its weights alone.
-
-    Args:
-        config: The configuration.
-        model: The arguments of the model.
-        step: Number of the step.
-        once: Calls a function that reads a file: on this rank, or on one rank for all ranks.
-
-    Raises:
-        ConfigError: The checkpoint is damaged, or of another model.
-    """
-    folder = checkpoint_folder(config)
-    state = parse_state(once(lambda: state_text(read_state(folder, step))), step)
-    remedy = "read it with the configuration of its run"
-    check_same_model(state, config, model, folder.step(step), remedy=remedy, dtype=False)
-    return reader_of(folder, state, once)
-
-
 def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Reader:
     """Return a reader of the tensors of a saved step.
 
@@ -153,84 +106,110 @@ def reader_of(folder: Store, state: RunState, once: Once = on_this_rank) -> Read
         raise unreadable(folder, state.step, error) from None
 
 
-def open_initial(
-    config: JobConfig,
-    args: ModelArgs,
-    once: Once = on_this_rank,
-    opened: ModelFolder | None = None,
-) -> list[WeightsReader]:
-    """Return readers of the weights in `checkpoint.initial_load_path`.
+@dataclass(frozen=True)
+class RunWeights:
+    """Opens the weights of a run: a saved step, or the weights that the run starts from.
 
-    If adapters of peft are there, the first one reads these, and a second one the weights of the model.
+    Each method raises a ConfigError if the weights are damaged, or of another model.
 
-    Args:
+    Attributes:
         config: The configuration.
-        args: The arguments of the model.
+        model: The arguments of the model.
         once: Calls a function that reads a file: on this rank, or on one rank for all ranks.
-        opened: See `opened_at`.
-
-    Raises:
-        ConfigError: The weights are damaged, or of another model.
     """
-    key = "checkpoint.initial_load_path"
-    initial_path = base_weights(config)
-    folder, step = named_step(key, initial_path)
-    start = opened_at(Path(initial_path), opened)
 
-    def look() -> bytes:
-        check_initial_weights(config, args, start)
-        return (
-            b""
-            if saved_step(key, initial_path) is None
-            else state_text(read_state(folder, step))
+    config: JobConfig
+    model: ModelArgs
+    once: Once = on_this_rank
+
+    def latest(self) -> list[WeightsReader]:
+        """Return readers of the run's checkpoint, or of its initial weights if it saved none.
+
+        With adapters, the readers of `initial` follow, for the weights that the adapters change.
+        """
+        step = json.loads(
+            self.once(
+                lambda: json.dumps(
+                    step_to_load(self.config) if self.config.checkpoint.enable else None
+                ).encode()
+            )
         )
+        if step is None:
+            return self.initial()
+        saved = self.saved(step)
+        return [saved, *self.initial()] if self.config.lora.rank else [saved]
 
-    if text := once(look):
-        base = reader_of(folder, parse_state(text, step), once)
-    else:
-        base = _hf_reader(start, hf_model(model_spec(config.model.name), args), once)
-    adapters = config.checkpoint.initial_load_path
-    if adapters == initial_path:
-        return [base]
-    return [_hf_reader(HFFolder(Path(adapters)), peft_model(config, args), once), base]
+    def saved(self, step: int) -> Reader:
+        """Return a reader of a saved step of this run for its weights alone.
 
-
-def _hf_reader(folder: HFFolder, model: HFModel, once: Once) -> HFReader:
-    reader = HFReader(folder, model, once(lambda: HFReader(folder, model).headers))
-    if reader.left_aside:
-        logger.info(
-            f"{reader.left_aside} tensors of {folder.path} read images, and are left aside: the run reads the model of "
-            "text alone"
+        Args:
+            step: Number of the step.
+        """
+        folder = checkpoint_folder(self.config)
+        state = self._state(folder, step)
+        remedy = "read it with the configuration of its run"
+        check_same_model(
+            state, self.config, self.model, folder.step(step), remedy=remedy, dtype=False
         )
-    return reader
+        return reader_of(folder, state, self.once)
 
+    def to_resume(self, step: int, folder: Store) -> tuple[RunState, Reader]:
+        """Open a saved step to resume from. It must also have the data and the optimizer of this run.
 
-def open_weights(
-    config: JobConfig, args: ModelArgs, once: Once = on_this_rank
-) -> list[WeightsReader]:
-    """Return readers of the weights of a run: of its checkpoint, or of its initial weights if it saved none.
+        Args:
+            step: Number of the step.
+            folder: The checkpoints of this or of another run.
 
-    With adapters, the readers of `open_initial` follow, for the weights that the adapters change.
+        Returns:
+            The state of the step, and a reader of its tensors.
+        """
+        state = self._state(folder, step)
+        check_fits(state, self.config, self.model)
+        return state, reader_of(folder, state, self.once)
 
-    Args:
-        config: The configuration.
-        args: The arguments of the model.
-        once: Calls a function that reads a file: on this rank, or on one rank for all ranks.
+    def initial(self, opened: ModelFolder | None = None) -> list[WeightsReader]:
+        """Return readers of the weights in `checkpoint.initial_load_path`.
 
-    Raises:
-        ConfigError: The weights are damaged, or of another model.
-    """
-    step = json.loads(
-        once(
-            lambda: json.dumps(
-                step_to_load(config) if config.checkpoint.enable else None
-            ).encode()
-        )
-    )
-    if step is None:
-        return open_initial(config, args, once)
-    saved = open_saved(config, args, step, once)
-    return [saved, *open_initial(config, args, once)] if config.lora.rank else [saved]
+        If adapters of peft are there, the first one reads these, and a second one the weights of the model.
+
+        Args:
+            opened: See `opened_at`.
+        """
+        key = "checkpoint.initial_load_path"
+        initial_path = base_weights(self.config)
+        folder, step = named_step(key, initial_path)
+        start = opened_at(Path(initial_path), opened)
+
+        def look() -> bytes:
+            check_initial_weights(self.config, self.model, start)
+            return (
+                b""
+                if saved_step(key, initial_path) is None
+                else state_text(read_state(folder, step))
+            )
+
+        if text := self.once(look):
+            base = reader_of(folder, parse_state(text, step), self.once)
+        else:
+            spec = model_spec(self.config.model.name)
+            base = self._hf_reader(start, hf_model(spec, self.model))
+        adapters = self.config.checkpoint.initial_load_path
+        if adapters == initial_path:
+            return [base]
+        adapted = peft_model(self.config, self.model)
+        return [self._hf_reader(HFFolder(Path(adapters)), adapted), base]
+
+    def _state(self, folder: Store, step: int) -> RunState:
+        return parse_state(self.once(lambda: state_text(read_state(folder, step))), step)
+
+    def _hf_reader(self, folder: HFFolder, model: HFModel) -> HFReader:
+        reader = HFReader(folder, model, self.once(lambda: HFReader(folder, model).headers))
+        if reader.left_aside:
+            logger.info(
+                f"{reader.left_aside} tensors of {folder.path} read images, and are left aside: the run reads the "
+                "model of text alone"
+            )
+        return reader
 
 
 def load_weights(
@@ -243,7 +222,7 @@ def load_weights(
     If the weights are in a Hugging Face folder, tensors that the folder lacks stay as they are.
 
     Args:
-        readers: The readers of the weights, see `open_weights`.
+        readers: The readers of the weights, see `RunWeights`.
         model_parts: The model parts of this rank.
         adapters: Whether to load adapters too.
 

@@ -135,9 +135,9 @@ def check_tensors(job: ResolvedJob) -> None:
         return
     if config.checkpoint.enable and not config.lora.rank and step_to_load(config) is not None:
         return  # it is not read
-    from trainer.checkpoint.weights import open_initial  # it imports torch
+    from trainer.checkpoint.weights import RunWeights  # it imports torch
 
-    open_initial(config, job.model, opened=job.folder)
+    RunWeights(config, job.model).initial(job.folder)
 
 
 def peak_of_a_step(

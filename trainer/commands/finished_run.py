@@ -308,7 +308,7 @@ def _saved_weights(config: JobConfig) -> str:
 
 
 def weights_of(config: JobConfig) -> str:
-    """Return the name of the weights that `open_weights` reads, for messages.
+    """Return the name of the weights that `RunWeights.latest` opens, for messages.
 
     Args:
         config: The configuration of the run.
@@ -338,7 +338,7 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     Raises:
         SharedConfigError: On every rank, if one rank cannot read the weights.
     """
-    from trainer.checkpoint.weights import load_weights, open_weights
+    from trainer.checkpoint.weights import RunWeights, load_weights
     from trainer.models.model_parts import build_model_parts
     from trainer.models.model_spec import model_spec
     from trainer.parallel.parallel_dims import ParallelDims
@@ -354,9 +354,8 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
         and ModelFolder(Path(start)).has_config
     ):
         model.by_length = True  # as transformers does for the same folder
-    raise_on_all_ranks(
-        lambda: load_weights(open_weights(job.config, job.model, read_once), [model])
-    )
+    weights = RunWeights(job.config, job.model, read_once)
+    raise_on_all_ranks(lambda: load_weights(weights.latest(), [model]))
     if dims.is_first:
         print(f"weights: {weights_of(job.config)}", file=sys.stderr, flush=True)
     return model, dims

@@ -28,7 +28,7 @@ class Machine:
     gpu_memory: int | None
     host_memory: int | None
     note: str = ""
-    """A line for the log, if CUDA_VISIBLE_DEVICES names more GPUs than exist."""
+    """A line for the log, if CUDA_VISIBLE_DEVICES names GPUs that do not exist."""
 
     def device_type(self, wanted: str) -> str:
         """Return 'cuda' or 'cpu' for `job.device`; 'auto' is 'cuda' if there is a GPU.
@@ -68,12 +68,12 @@ def this_machine(environ: Mapping[str, str] = os.environ) -> Machine:
     if named is not None:
         words = filter(None, map(str.strip, named.split(",")))
         # CUDA reads up to the first wrong number: -1 hides all GPUs
-        wanted = len([*takewhile(lambda word: word[0] != "-", words)])
-        gpus = min(present, wanted)
-        if wanted > present:
-            where = f"only {present} GPU{'s' * (present > 1)}" if present else "no GPU"
-            note = f"{_VISIBLE} = {named!r} names {wanted}, and this machine has {where}"
-            if not present:
+        wanted = [*takewhile(lambda word: word[0] != "-", words)]
+        usable = takewhile(lambda word: not word.isdecimal() or int(word) < present, wanted)
+        gpus = min(present, len([*usable]))
+        if len(wanted) > gpus:
+            note = f"{_VISIBLE} = {named!r} names {len(wanted)}, and this machine has {gpus or 'none'} of them"
+            if not gpus:
                 note += ": training runs on the CPU (job.device = 'cuda' refuses that)"
     return Machine(gpus, min(memories) if memories else None, _host_memory(), note)
 

@@ -332,9 +332,9 @@ def _take(kept: Any) -> Tensor:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same elements of the same memory."""
+    """Return whether two tensors are the same elements of the same memory, with the same dtype."""
     place = [
-        (StorageWeakRef(x.untyped_storage()), x.storage_offset(), x.shape, x.stride())
+        (StorageWeakRef(x.untyped_storage()), x.dtype, x.storage_offset(), x.shape, x.stride())
         for x in (one, other)
     ]
     return place[0] == place[1]
