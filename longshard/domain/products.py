@@ -46,29 +46,33 @@ def contracted(
     sizes = {}
     for x, own in zip(operands, indices, strict=True):
         for index, size in zip(own, x.shape, strict=True):
-            sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]
+            if sizes.get(index, 1) == 1:
+                sizes[index] = size
     chosen = {}
+
+    def domain_of(names: Sequence[str]) -> Domain:
+        return Domain(
+            {dim: chosen[index] for dim, index in enumerate(names) if index in chosen}
+        )
+
     for index in dict.fromkeys([*result, *chain(*indices)]):
         for x, own in zip(operands, indices, strict=True):
             axis = (
                 x.domain.axes.get(own.index(index)) if is_sharded(x) and index in own else None
             )
-            if axis is None or axis.layout.length != sizes[index]:
-                continue
-            if not shares_ranks(axis, chosen.values()):
+            fits = axis is not None and axis.layout.length == sizes[index]
+            if fits and not shares_ranks(axis, chosen.values()):
                 chosen.setdefault(index, axis)
-    parts = []
-    for x, own in zip(operands, indices, strict=True):
-        domain = Domain(
-            {dim: chosen[index] for dim, index in enumerate(own) if index in chosen}
+    out = compute(
+        *(
+            own_part(x, domain_of(own), tuple(sizes[index] for index in own))
+            for x, own in zip(operands, indices, strict=True)
         )
-        parts.append(own_part(x, domain, tuple(sizes[index] for index in own)))
-    out = compute(*parts)
-    for axis in (axis for index, axis in chosen.items() if index not in result):
-        out = added_up(out.to(wide_type(out.dtype)), axis.group).to(out.dtype)
-    return DomainTensor(
-        out, Domain({dim: chosen[index] for dim, index in enumerate(result) if index in chosen})
     )
+    for index, axis in chosen.items():
+        if index not in result:
+            out = added_up(out.to(wide_type(out.dtype)), axis.group).to(out.dtype)
+    return DomainTensor(out, domain_of(result))
 
 
 @rule("linear", first_only=True)
