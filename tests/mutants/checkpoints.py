@@ -73,8 +73,8 @@ CHECKPOINTS = (
     Mutant(
         "a checkpoint of another model is loaded",
         "trainer/checkpoint/weights.py",
-        "    check_fits(state, config, model)\n    return",
-        "    return",
+        "        check_fits(state, self.config, self.model)\n        return",
+        "        return",
         "tests/distributed/test_checkpoint_errors.py::test_what_appears_after_the_check_is_checked_again",
     ),
     Mutant(
