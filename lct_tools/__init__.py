@@ -1,1 +1,1 @@
-"""Commands of `lct` around a run: estimates, plans, data, models, tokenizers, machines, reports."""
+"""Commands of `lct` around a run: checks, estimates, plans, data, models, tokenizers, machines, reports."""

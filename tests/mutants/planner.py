@@ -161,7 +161,7 @@ PLANNER = (
     ),
     Mutant(
         "a check does not trace",
-        "trainer/commands/check.py",
+        "lct_tools/check.py",
         "    job = check(command, start)\n    if not command.print_config:",
         "    job = check(command, start)\n    if False:",
         "tests/unit/test_start.py",

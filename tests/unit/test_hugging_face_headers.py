@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lct_tools.check import check_tensors
 from tests.hf_decoders import LLAMA, changed, saved
 from tests.unit.hugging_face_folders import tensors
-from trainer.commands.check import check_tensors
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line
 from trainer.hugging_face.stored import SINGLE, read_file

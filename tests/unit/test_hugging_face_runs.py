@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from lct_inference.generate import ends_of
+from lct_tools.check import check_tensors
 from tests.chat_files import chat_folder
 from tests.hf_decoders import LLAMA, QWEN3, changed, saved
 from tests.unit.hugging_face_folders import resolved
 from trainer.commands import tokenize_text
-from trainer.commands.check import check_tensors
 from trainer.config.errors import ConfigError
 from trainer.config.loader import parse_command_line, to_toml
 from trainer.config.schema import Model

@@ -348,7 +348,7 @@ def test_a_mistake_in_the_order_of_chunks_is_seen(mistake: type[CopyStream]) -> 
 
 
 def test_a_view_of_another_dtype_is_another_tensor() -> None:
-    """A layer may keep the bits of its input beside the input."""
+    """A layer may keep its input, and the bits of its input."""
     x = torch.rand(4)
     assert offload._is_same(x, x.view(4))
     assert not offload._is_same(x, x.view(torch.int32))

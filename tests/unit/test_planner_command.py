@@ -12,8 +12,9 @@ import torch
 
 from lct_planner import worker
 from lct_planner.timing import StepTime
+from lct_tools import check
 from lct_tools import estimate as command
-from trainer.commands import check, train
+from trainer.commands import train
 from trainer.commands.main import main as lct
 from trainer.commands.start import parse
 from trainer.components import metrics

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.commands import check, rank, start, train
+from lct_tools import check
+from trainer.commands import rank, start, train
 from trainer.commands.main import main as lct
 from trainer.commands.start import DEFAULT_CONFIG, parse
 from trainer.config.errors import ConfigError

@@ -10,12 +10,12 @@ import torch
 import transformers
 from torch import nn
 
+from lct_tools.check import check_tensors
 from tests.hf_families import MODELS, in_double
 from tests.unit.hugging_face_folders import resolved, tensors
 from tests.unit.saved_runs import saved_run
 from tests.unit.test_expert_hugging_face import logits_here, read_here, relative
 from trainer.checkpoint import export
-from trainer.commands.check import check_tensors
 from trainer.config.errors import ConfigError
 from trainer.families.registry import ModelFolder, hf_config
 from trainer.hugging_face.reader import HFReader
