@@ -20,7 +20,9 @@ from lct_tools import plan
 from longshard.context.planning.methods import METHODS
 from trainer.commands.options import Parser
 from trainer.config.errors import ConfigError
+from trainer.config.schema import Model
 from trainer.config.toml import load_toml
+from trainer.families.registry import flavor_args
 from trainer.runtime.dump_folder import ESTIMATE
 
 _CURVES = {
@@ -203,9 +205,10 @@ def _layout(run: Run) -> str:
     }
     if cp["degree"] == 1:
         return f"<p>{escape(run.name)}: no context parallelism.</p>"
+    heads = _heads(run)
     words = (
         f"--seq-len {length} --degree {cp['degree']} --method {cp['method']} "
-        f"--load-balancer {cp['load_balancer']}"
+        f"--load-balancer {cp['load_balancer']} {heads}"
     )
     spread = METHODS.get(cp["method"])
     degrees = cp.get("hybrid_degrees")
@@ -219,7 +222,24 @@ def _layout(run: Run) -> str:
         except ConfigError as error:
             return f"<p>{escape(run.name)}: {escape(str(error))}.</p>"
         picture = file.read_text().partition("?>")[2]
-    return f"<p>{escape(run.name)}: {length:,} tokens.</p><div class=wide>{picture}</div>"
+    usual = "" if heads else ", drawn for the heads of Llama 3 8B"
+    return (
+        f"<p>{escape(run.name)}: {length:,} tokens{usual}.</p><div class=wide>{picture}</div>"
+    )
+
+
+def _heads(run: Run) -> str:
+    """Return the options of `lct plan` for the heads of a rank. Empty if the sizes of the model are not known here."""
+    settings = run.settings
+    try:
+        model = flavor_args(Model(name=settings["model.name"], flavor=settings["model.flavor"]))
+    except (ConfigError, KeyError):  # of a package, or of a folder on another machine
+        return ""
+    if model.task != "tokens":
+        return ""
+    tp = settings["parallelism.tensor_parallel_degree"]
+    kv_heads = max(model.n_kv_heads // tp, 1)
+    return f"--heads {model.n_heads // tp} --kv-heads {kv_heads} --head-dim {model.head_dim}"
 
 
 def _differences(runs: Sequence[Run]) -> str:

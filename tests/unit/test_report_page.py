@@ -63,6 +63,21 @@ def test_the_degrees_of_a_hybrid_run_are_drawn(run: Path) -> None:
     assert "--head-degree" not in text
 
 
+def test_the_picture_has_the_heads_of_a_rank(run: Path) -> None:
+    """Llama 3 405B has 128 heads. Of 32, as the picture has without a model, 64 ranks cannot have one each."""
+    config = run / "config.toml"
+    ulysses = CONFIG.replace('"ring"', '"all_to_all"').replace("degree = 2", "degree = 64")
+    config.write_text(ulysses)
+    assert "does not go with --heads 32" in page([read(run)])
+    model = '[model]\nname = "llama3"\nflavor = "405B"\n'
+    config.write_text(f"{ulysses}tensor_parallel_degree = 2\n{model}")
+    text = page([read(run)])
+    assert "<svg" in text
+    assert "heads of Llama 3 8B" not in text
+    config.write_text(f"{CONFIG}tensor_parallel_degree = 2\n{model.replace('405B', 'other')}")
+    assert "64 tokens, drawn for the heads of Llama 3 8B" in page([read(run)])
+
+
 def test_degrees_that_the_method_ignores_are_ignored_here(run: Path) -> None:
     config = run / "config.toml"
     config.write_text(f"{CONFIG}context_parallel_hybrid_degrees = [2, 2]\n")
