@@ -89,14 +89,14 @@ class Evaluation:
         rows = []
         for (first, last), (total, n) in zip(places, self._total(sums).tolist(), strict=True):
             loss = total / max(n, 1)
-            finite = perplexity(loss) if math.isfinite(perplexity(loss)) else None
+            power = perplexity(loss)
             rows.append(
                 {
                     "first": first,
                     "last": last,
                     "tokens": round(n),
                     "loss": loss,
-                    "perplexity": finite,
+                    "perplexity": power if math.isfinite(power) else None,
                 }
             )
         return rows
@@ -127,8 +127,7 @@ class Evaluation:
         sums = self.dims.zeros(len(prompts), 2)
         for local_numbers, local_sums in zip(numbers, rows, strict=True):
             # copies that fill up a forward have no number
-            for number, row in zip(local_numbers, local_sums, strict=False):
-                sums[number] = row
+            sums[local_numbers] = local_sums[: len(local_numbers)]
         return [
             Retrieved(round(hits) == prompt.answer_tokens, -loss / prompt.answer_tokens)
             for prompt, (hits, loss) in zip(prompts, self._total(sums).tolist(), strict=True)

@@ -387,7 +387,7 @@ SEQUENCE_CHUNKS = (
     Mutant(
         "keys and values wait on the device although the host is asked for",
         "trainer/tasks/language.py",
-        "if job.config.training.sequence_chunks_offload:",
+        "if training.sequence_chunks_offload:",
         "if False:",
         f"{_CHUNKS}::test_rows_wait_on_the_host_if_asked",
     ),

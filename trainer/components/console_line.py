@@ -32,16 +32,13 @@ def console_line(
         f"{metrics.seconds_per_step:.{1 if metrics.seconds_per_step < 100 else 0}f} s",
         f"{metrics.memory_gib:.{1 if metrics.memory_gib < 10 else 0}f} GiB",
     )
-    width = line_width()
-    lines = []
     speed = metrics.tokens_per_second
-    choices = (
+    for detail, extra, used in (
         (loss_max, data, resources),
         (loss_max, "", resources),
         ("", "", resources),
         ("", "", ()),
-    )
-    for detail, extra, used in choices:
+    ):
         parts = [
             f"step {metrics.step:>{len(str(total_steps))}}/{total_steps}",
             f"loss {_loss(metrics.loss)}{detail}",
@@ -54,8 +51,11 @@ def console_line(
             extra,
             f"eta {duration(eta_seconds)}" if metrics.step < total_steps else "",
         ]
-        lines += [blanks.join(part for part in parts if part) for blanks in ("  ", " ")]
-    return next((line for line in lines if len(line) <= width), lines[-1])
+        for blanks in ("  ", " "):
+            line = blanks.join(filter(None, parts))
+            if len(line) <= line_width():
+                return line
+    return line
 
 
 def duration(seconds: float) -> str:

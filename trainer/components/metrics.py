@@ -50,13 +50,14 @@ class MetricsLogger:
         start_step: int,
         tokens_before: int,
     ) -> None:
-        self.settings = job.config.metrics
+        config = job.config
+        self.settings = config.metrics
         self.dims = dims
         self.device = device
         self.start_step = start_step
-        self.last_step = job.config.training.steps
+        self.last_step = config.training.steps
         self.tokens_before = tokens_before
-        adapter_flops = flops_beside(job.config, job.model)
+        adapter_flops = flops_beside(config, job.model)
         self.flops_per_token = tuple(
             flops + adapter_flops for flops in job.model.flops_per_token(job.positions)
         )
@@ -66,9 +67,9 @@ class MetricsLogger:
         self.peak_flops = peak_flops(device, getattr(torch, job.compute_dtype))
         self._sinks: list[JsonLines | TensorBoard | WeightsAndBiases] = []
         self._validation: list[JsonLines] = []
-        self._estimate = Path(job.config.job.dump_folder, ESTIMATE)
+        self._estimate = Path(config.job.dump_folder, ESTIMATE)
         self._predicted = None
-        raise_on_all_ranks(lambda: self._open_sinks(job.config) if dims.is_first else None)
+        raise_on_all_ranks(lambda: self._open_sinks(config) if dims.is_first else None)
         # In the group of all ranks, the values of a step would wait for the all-gathers of the next step.
         self._all_ranks = dims.own_group("world", "metrics") or dims["world"]
         self._clock = DeviceClock(device)
@@ -161,8 +162,10 @@ class MetricsLogger:
         else:
             # None: all steps were skipped
             loss = "" if self.last_loss is None else f", loss {self.last_loss:.3f}"
-            run_time = duration(time.perf_counter() - self._run_started)
-            logger.info(f"training done: {steps - self.start_step} steps in {run_time}{loss}")
+            seconds = time.perf_counter() - self._run_started
+            logger.info(
+                f"training done: {steps - self.start_step} steps in {duration(seconds)}{loss}"
+            )
 
     def tokens_seen(self, step: int) -> int:
         """Return the tokens of the whole job up to the end of `step`, earlier runs included.

@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         self.add_state()
         is_skipped = getattr(self, "found_inf", None)
         # 0: the step must change nothing
-        share = None if is_skipped is None else 1 - is_skipped.double()
+        share = 1 if is_skipped is None else 1 - is_skipped.double()
         updates = [
             _Update(p, self.state[p], group)
             for group in self.matrix_groups
@@ -140,17 +140,17 @@ class Muon(torch.optim.Optimizer):
             self._change(updates, before(), share)
         self._change(updates, returned(), share)
 
-    def _advance(self, update: "_Update", share: Tensor | None) -> None:
+    def _advance(self, update: "_Update", share: Tensor | int) -> None:
         """Move a momentum towards its gradient. If the step must change nothing, the gradient becomes 0 first.
 
-        share: 0 if the step must change nothing, else 1; None counts as 1.
+        share: 0 if the step must change nothing, else 1. A tensor is not read by the host.
         """
         moved = wide(update.momentum)
         weight = 1 - self._settings.momentum
-        if share is not None:
+        if isinstance(share, Tensor):
             update.gradient = torch.where(share > 0, update.gradient, 0)
             weight = (weight * share).to(moved.dtype)
-        update.step += 1 if share is None else share
+        update.step += share
         moved.lerp_(update.gradient.to(moved.dtype), weight)
         self._store(update, update.momentum, moved, first_row=0, bits_above=16)
 
@@ -164,13 +164,12 @@ class Muon(torch.optim.Optimizer):
         return gradient.to(both).lerp(momentum.to(both), self._settings.momentum)
 
     def _change(
-        self, updates: Sequence["_Update"], blocks: Iterable[Block], share: Tensor | None
+        self, updates: Sequence["_Update"], blocks: Iterable[Block], share: Tensor | int
     ) -> None:
         for matrix, rows, block in blocks:
             update = updates[matrix.parameter]
             weights = update.weights[slice(*rows)]
-            rate = update.group["lr"]
-            rate = rate if share is None else rate * share
+            rate = update.group["lr"] * share
             factor = rate_factor(matrix.rows, matrix.columns, self._settings.lr_rule)
             changed = wide(weights).mul_(1 - rate * update.group["weight_decay"])
             changed.sub_(block.to(changed) * (rate * factor))

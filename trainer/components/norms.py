@@ -134,17 +134,15 @@ class UpdateNorms(Observer):
     ) -> None:
         self._dims = dims
         trained = [
-            (name, p)
+            (re.sub(r"\.\d+\.", ".", name), p)
             for part in model_parts
             for name, p in part.named_parameters()
             if p.requires_grad
         ]
-        kinds = [re.sub(r"\.\d+\.", ".", name) for name, _ in trained]
+        kinds = [kind for kind, _ in trained]
         stages = [kinds] if dims.size("pp") == 1 else gather_values(kinds)
         self._kinds = list(dict.fromkeys(kind for stage in stages for kind in stage))
-        self._parameters = [
-            (self._kinds.index(kind), p) for kind, (_, p) in zip(kinds, trained, strict=True)
-        ]
+        self._parameters = [(self._kinds.index(kind), p) for kind, p in trained]
         self._sums = dims.zeros(3, len(self._kinds))
         """This rank's squares of weights, squares of updates, and numbers of elements."""
         optimizer.register_step_pre_hook(lambda *_: self._before())

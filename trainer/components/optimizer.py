@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from longshard.sharding.ranges import Ranges
 from trainer.components.muon import Muon
 from trainer.components.rounding import MOMENTS, Group, RoundedAdam, Rounding, add_state
 from trainer.config.errors import SharedConfigError
@@ -38,24 +37,18 @@ def ensure_state(optimizer: torch.optim.Optimizer) -> None:
         dtype = getattr(optimizer, "state_dtype", None)
         add_state(optimizer, optimizer.param_groups, MOMENTS, dtype)
     elif optimizer is not None and not optimizer.state:
-        _step_without_effect(optimizer)
-
-
-def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
-    parameters = [
-        parameter for group in optimizer.param_groups for parameter in group["params"]
-    ]
-    gradients = [p.grad for p in parameters]
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+        groups = optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        gradients = {p: p.grad for group in groups for p in group["params"]}
+        for group in groups:
+            group["lr"] = 0.0
+        for parameter in gradients:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
 
 
 def build_optimizer(
@@ -77,11 +70,9 @@ def build_optimizer(
     names = {
         parameter: name for part in model_parts for name, parameter in part.named_parameters()
     }
-    matrices = (
-        matrices_of(model_parts, per_head=config.muon.per_head)
-        if settings.name == "Muon"
-        else {}
-    )
+    matrices = {}
+    if settings.name == "Muon":
+        matrices = matrices_of(model_parts, per_head=config.muon.per_head)
     groups = parameter_groups(nn.ModuleList(model_parts), settings.weight_decay)
     groups = [
         {**group, "params": [p for p in group["params"] if p not in matrices]}
@@ -90,8 +81,7 @@ def build_optimizer(
     rounding = Rounding(
         names, seed=config.training.seed, stochastic=settings.rounding == "stochastic"
     )
-    device = next(nn.ModuleList(model_parts).parameters()).device.type
-    implementation = settings.implementation_on(device)
+    implementation = settings.implementation_on(next(iter(names)).device.type)
     adam = _adam(
         [group for group in groups if group["params"]], config, rounding, implementation
     )
@@ -103,22 +93,12 @@ def build_optimizer(
     matrix_group["weight_decay"] = _or(muon.weight_decay, settings.weight_decay)
     groups = _with_rules([matrix_group], settings, names)
     in_order = {p: matrices[p] for group in groups for p in group["params"]}
-    fused = implementation == "fused"
-    owners = _owners(in_order, config, dims)
-    return Muon(
-        groups, owners, muon, other=adam, rounding=rounding, momenta=moments, fused=fused
-    )
-
-
-def _owners(
-    matrices: Mapping[nn.Parameter, tuple[Ranges, ...]], config: JobConfig, dims: ParallelDims
-) -> Owners:
-    """Divide the matrices among the ranks of a stage. A collective."""
-    device_type = dims["world"].device_type
+    device = torch.device(dims["world"].device_type)
     is_double = config.training.dtype == "float64"
-    compute = "float64" if is_double else config.muon.dtype_on(device_type)
-    device = torch.device(device_type)
-    return Owners(matrices, dims.stage_group(), dtype=getattr(torch, compute), device=device)
+    compute = "float64" if is_double else muon.dtype_on(device.type)
+    owners = Owners(in_order, dims.stage_group(), dtype=getattr(torch, compute), device=device)
+    how = {"rounding": rounding, "momenta": moments, "fused": implementation == "fused"}
+    return Muon(groups, owners, muon, other=adam, **how)
 
 
 def _adam(
@@ -127,7 +107,7 @@ def _adam(
     if not groups:
         return None
     settings = config.optimizer
-    decoupled = config.optimizer.name != "Adam"
+    decoupled = settings.name != "Adam"
     how = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     how |= {name: implementation == name for name in ("foreach", "fused")}
     stored = {str(group["params"][0].dtype).removeprefix("torch.") for group in groups}

@@ -46,9 +46,8 @@ def out_of_memory_explained(job: ResolvedJob) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         settings = "\n  ".join(memory_savers(job))
-        reason = first_line(error)
         raise torch.OutOfMemoryError(
-            f"{reason}\nSettings that need less memory, the cheapest first:\n  {settings}"
+            f"{first_line(error)}\nSettings that need less memory, the cheapest first:\n  {settings}"
         ) from error
 
 

@@ -90,21 +90,15 @@ class QKClip(Observer):
         factors = torch.where(clips, self._largest / seen, 1)
         self._last_step = torch.stack([seen, factors])
         for attention, head_factors in zip(self._layers.values(), factors, strict=True):
-            for parameter, rows in _row_factors(attention, head_factors):
-                self._scale(parameter, rows)
-
-    def _scale(self, parameter: nn.Parameter, factors: Tensor) -> None:
-        """Multiply the rows that this rank has. factors: factors of all rows of its tensor-parallel rank."""
-        if parameter not in self._rows:
-            rows = torch.cat(
-                [torch.arange(*part) for part in rows_here(parameter)] or [torch.arange(0)]
-            )
-            self._rows[parameter] = (rows - self._dims.rank("tp") * len(factors)).to(
-                factors.device
-            )
-        local = local_part(parameter)
-        own = factors[self._rows[parameter]].view(-1, *[1] * (local.ndim - 1))
-        local.mul_(own.to(local.device, wide_type(local.dtype)))
+            for parameter, row_factors in _row_factors(attention, head_factors):
+                if parameter not in self._rows:
+                    ranges = [torch.arange(*part) for part in rows_here(parameter)]
+                    rows = torch.cat(ranges or [torch.arange(0)])
+                    rows = rows - self._dims.rank("tp") * len(row_factors)
+                    self._rows[parameter] = rows.to(row_factors.device)
+                local = local_part(parameter)
+                own = row_factors[self._rows[parameter]].view(-1, *[1] * (local.ndim - 1))
+                local.mul_(own.to(local.device, wide_type(local.dtype)))
 
     def record(self, positions: Positions) -> dict[str, float]:
         """Return the last step's largest logit before clipping, and the number of clipped heads. A collective.
@@ -135,14 +129,15 @@ def _row_factors(attention: nn.Module, factors: Tensor) -> list[tuple[nn.Paramet
         queries = _rows((latent.nope_dim, root), (latent.rope_dim, factors))
         keys = _rows((latent.nope_dim, root), (latent.value_dim, torch.ones_like(factors)))
         return [(attention.queries.weight, queries), (attention.wkv_b.weight, keys)]
-    queries = attention.wq
-    keys = attention.wk
     groups = factors.unflatten(0, (-1, attention.args.n_heads // attention.args.n_kv_heads))
     key_factors = groups.amin(1).sqrt()
     query_parts = [(attention.head_dim, (groups / key_factors[:, None]).flatten())]
     if attention.args.gate:
         query_parts.append((attention.head_dim, torch.ones_like(factors)))
-    rows = {queries: _rows(*query_parts), keys: _rows((attention.head_dim, key_factors))}
+    rows = {
+        attention.wq: _rows(*query_parts),
+        attention.wk: _rows((attention.head_dim, key_factors)),
+    }
     return [
         (p, row_factors)
         for module, row_factors in rows.items()

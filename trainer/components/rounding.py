@@ -125,6 +125,8 @@ def store(stored: Tensor, value: Tensor, bits: Tensor | None) -> None:
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+_SETTINGS = ("foreach", "fused", "decoupled_weight_decay", "lr", "weight_decay", "eps")
+"""Settings of a group that are arguments of PyTorch's function too."""
 
 
 def add_state(
@@ -206,16 +208,11 @@ class RoundedAdam(torch.optim.Adam):
                 *([x] for x in (copies[0], gradient[start:stop].to(wide), *copies[1:])),
                 [],
                 [state["step"] if stop == size else state["step"].clone()],
-                foreach=group["foreach"],
-                fused=group["fused"],
+                **{name: group[name] for name in _SETTINGS},
                 found_inf=getattr(self, "found_inf", None),
-                decoupled_weight_decay=group["decoupled_weight_decay"],
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
                 maximize=False,
             )
             halves = any(x.dtype == torch.bfloat16 for x in pieces)

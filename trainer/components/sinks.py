@@ -41,11 +41,12 @@ class JsonLines:
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
         with writing_to(path.parent):
-            if start_step and path.exists():
-                _keep_up_to(path, start_step)
-            elif path.exists():
-                last = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-                path.rename(path.with_name(f"{path.stem}.{last}.jsonl"))
+            if path.exists():
+                if start_step:
+                    _keep_up_to(path, start_step)
+                else:
+                    last = datetime.fromtimestamp(path.stat().st_mtime)
+                    path.rename(path.with_name(f"{path.stem}.{last:%Y%m%d-%H%M%S}.jsonl"))
             self._path = path
             self._file = path.open("ab", buffering=0)
         self._pending = b""

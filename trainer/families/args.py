@@ -96,15 +96,8 @@ def decoder_modules(n_layers: int, mtp_layers: int = 0) -> tuple[str, ...]:
         n_layers: Number of layers.
         mtp_layers: Number of layers for further tokens.
     """
-    first = range(n_layers)
-    further = range(n_layers, n_layers + mtp_layers)
-    return (
-        "tok_embeddings",
-        *(f"layers.{i}" for i in first),
-        "norm",
-        *(f"layers.{i}" for i in further),
-        "output",
-    )
+    layers = [f"layers.{i}" for i in range(n_layers + mtp_layers)]
+    return "tok_embeddings", *layers[:n_layers], "norm", *layers[n_layers:], "output"
 
 
 def experts_of(args: ModelArgs) -> ExpertArgs | None:

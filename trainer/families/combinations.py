@@ -18,7 +18,7 @@ from trainer.families.config_parts import (
 )
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
-from trainer.families.dense import GELU, GEMMA, NO_MLP_BIAS, SCALARS
+from trainer.families.dense import GELU, GEMMA, NO_MLP_BIAS, OLMO, SCALARS
 from trainer.families.hybrid import GRANITE_NAMES, GRANITE_SHARED, GRANITE_SHARED_NAMES
 from trainer.families.rotary_entries import FULL, SLIDING, rotary
 from trainer.families.sparse import (
@@ -34,17 +34,16 @@ from trainer.families.sparse import (
 )
 from trainer.hugging_face.config_json import Entries
 
-_FUSED_GATES = {f"feed_forward.{part}": "mlp.gate_up_proj" for part in ("w1", "w3")}
+_FUSED_GATES = {"feed_forward.w1": "mlp.gate_up_proj", "feed_forward.w3": "mlp.gate_up_proj"}
 
 
 def _read_from(config: Entries, first: int) -> Fields:
     """Read windows. Without `layer_types`, a window belongs to the layers from number `first` on, counted from 0."""
     has_window = config.content.get("sliding_window") is not None
-    kinds = [
-        SLIDING if has_window and layer >= first else FULL
-        for layer in range(config.whole("num_hidden_layers"))
-    ]
-    return read_windows(config, kinds)
+    layers = range(config.whole("num_hidden_layers"))
+    return read_windows(
+        config, [SLIDING if has_window and layer >= first else FULL for layer in layers]
+    )
 
 
 def _read_cwm(config: Entries) -> Fields:
@@ -57,11 +56,9 @@ def _read_exaone(config: Entries) -> Fields:
     has_window = config.content.get("sliding_window") is not None
     every = config.whole("sliding_window_pattern", 4) if has_window else 1
     fields = read_windows(config, full_every(config, SLIDING, every))
-    if not has_window:
-        return fields
-    return fields | {
-        "layers": {"window": fields["layers"]["window"], "rope": fields["layers"]["window"]}
-    }
+    if has_window:
+        fields["layers"]["rope"] = fields["layers"]["window"]
+    return fields
 
 
 def _read_thetas(config: Entries) -> Fields:
@@ -211,8 +208,7 @@ FAMILIES = {
         "flex_olmo",
         "FlexOlmoForCausalLM",
         (
-            always(norm_place="after", qk_norm=True, qk_norm_of_all_heads=True),
-            BIASES,
+            *OLMO,
             experts("num_experts", "intermediate_size", NORMALISE),
         ),
     ),
@@ -243,10 +239,9 @@ FAMILIES = {
         names={
             SELECTION_BIAS: "mlp.expert_bias",
             "feed_forward.router.gate": "mlp.router.gate",
-            **{
-                f"feed_forward.shared.{ours}": f"mlp.shared_mlp.{there}_proj"
-                for ours, there in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
-            },
+            "feed_forward.shared.w1": "mlp.shared_mlp.gate_proj",
+            "feed_forward.shared.w2": "mlp.shared_mlp.down_proj",
+            "feed_forward.shared.w3": "mlp.shared_mlp.up_proj",
         },
     ),
     "granite_swa": HFDecoder(

@@ -101,13 +101,12 @@ def number(key: str, field: str, missing: float | None = None) -> Part:
         field: Field of `TransformerArgs`.
         missing: The field's value, None too, if the file has no entry or null.
     """
-
-    def read(config: Entries) -> Fields:
-        return {
+    return Part(
+        lambda config: {
             field: missing if config.content.get(key) is None else float(config.number(key))
-        }
-
-    return Part(read, lambda args: {key: getattr(args, field)})
+        },
+        lambda args: {key: getattr(args, field)},
+    )
 
 
 # ---- kinds of layers
@@ -192,13 +191,12 @@ def windows(full: int, otherwise: int, key: str = "") -> Part:
         otherwise: The window that is written if no layer has one, see `write_windows`.
         key: The file's key of n, if it has one.
     """
-
-    def read(config: Entries) -> Fields:
-        return read_windows(
+    return Part(
+        lambda config: read_windows(
             config, full_every(config, SLIDING, config.whole(key, full) if key else full)
-        )
-
-    return Part(read, lambda args: write_windows(args, otherwise))
+        ),
+        lambda args: write_windows(args, otherwise),
+    )
 
 
 def with_local_tables(part: Part, assumed: float, old_key: str = "") -> Part:
@@ -215,19 +213,15 @@ def with_local_tables(part: Part, assumed: float, old_key: str = "") -> Part:
     def read(config: Entries) -> Fields:
         fields = part.read(config)
         theta = None
-        has_window = fields["layers"]["window"]
+        layers = fields["layers"]
         if fields["sliding_window"] is not None:
             table = config.table("rope_parameters").table(SLIDING)
             table.only("rope_type", "default")
             old = config.content.get(old_key) or assumed
             theta = float(table.number("rope_theta", old))
             theta = None if (theta, None) == rotary(config) else theta
-        return fields | {
-            "layers": {
-                "window": has_window,
-                "rope_theta": [theta if has else None for has in has_window],
-            }
-        }
+        layers["rope_theta"] = [theta if has else None for has in layers["window"]]
+        return fields
 
     def write(args: TransformerArgs) -> Fields:
         return part.write(args) | write_local_tables(args, args.rope_theta)
@@ -235,12 +229,14 @@ def with_local_tables(part: Part, assumed: float, old_key: str = "") -> Part:
     return Part(read, write)
 
 
-def _read_window(config: Entries) -> Fields:
-    without = config.content.get("sliding_window") is None
-    return {"sliding_window": None if without else config.whole("sliding_window")}
-
-
-WINDOW = Part(_read_window, lambda args: {"sliding_window": args.sliding_window})
+WINDOW = Part(
+    lambda config: {
+        "sliding_window": None
+        if config.content.get("sliding_window") is None
+        else config.whole("sliding_window")
+    },
+    lambda args: {"sliding_window": args.sliding_window},
+)
 """All layers have the window, if there is one."""
 
 
@@ -256,9 +252,9 @@ def check_switched(config: Entries, window: int | None, needed: str) -> None:
         ConfigError: A layer has a window, and the switch is off or missing.
     """
     if window is not None and not config.switch("use_sliding_window"):
-        value = config.content["layer_types"]
         raise ConfigError(
-            f"{config.file}: layer_types = {value!r} is not supported without {needed}"
+            f"{config.file}: layer_types = {config.content['layer_types']!r} is not supported "
+            f"without {needed}"
         )
 
 
@@ -272,32 +268,32 @@ def _read_switched(config: Entries) -> Fields:
             f"{config.file}: max_window_layers = {first!r} must be a number of layers"
         )
     on = config.switch("use_sliding_window")
-    n_layers = config.whole("num_hidden_layers")
+    layers = range(config.whole("num_hidden_layers"))
     fields = read_windows(
-        config, [SLIDING if on and layer >= first else FULL for layer in range(n_layers)]
+        config, [SLIDING if on and layer >= first else FULL for layer in layers]
     )
     check_switched(config, fields["sliding_window"], "use_sliding_window")
     return fields
 
 
-def _write_switched(args: TransformerArgs) -> Fields:
-    some = args.sliding_window is not None
-    layers = 0 if some else args.n_layers
-    return write_windows(args) | {"use_sliding_window": some, "max_window_layers": layers}
-
-
-SWITCHED_WINDOWS = Part(_read_switched, _write_switched)
+SWITCHED_WINDOWS = Part(
+    _read_switched,
+    lambda args: {
+        **write_windows(args),
+        "use_sliding_window": args.sliding_window is not None,
+        "max_window_layers": args.n_layers if args.sliding_window is None else 0,
+    },
+)
 
 
 def _read_sparse(config: Entries) -> Fields:
-    n_layers = config.whole("num_hidden_layers")
+    layers = range(config.whole("num_hidden_layers"))
     dense = config.content.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise ConfigError(
             f"{config.file}: mlp_only_layers = {dense!r} must be a list of layers"
         )
     step = config.whole("decoder_sparse_step", 1)
-    layers = range(n_layers)
     have_experts = [layer not in dense and (layer + 1) % step == 0 for layer in layers]
     return {"layers": {"experts": have_experts}}
 

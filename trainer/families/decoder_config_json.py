@@ -158,8 +158,8 @@ class HFDecoder:
         }
         config = Entries(config.file, {**self.defaults, **entries})
         config.only("model_type", self.model_type)
-        classes = [self.architecture, *self.other_classes]
-        config.only("architectures", *([name] for name in classes))
+        other_classes = ([name] for name in self.other_classes)
+        config.only("architectures", [self.architecture], *other_classes)
         config.only(*self.activation)
         config.only("attention_dropout", 0.0)
         dim = config.whole("hidden_size")
@@ -220,7 +220,7 @@ class HFDecoder:
     def _entries(self, args: TransformerArgs) -> dict[str, Any]:
         longest = args.max_seq_len
         scaling = args.rope_scaling
-        rope = rope_entries(args.rope_scaling)
+        rope = rope_entries(scaling)
         part_entries = {}
         for part in self.parts:
             needed, words = part.needs

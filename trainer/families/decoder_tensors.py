@@ -76,23 +76,21 @@ def hf_tensor(
         return None if there is None else HFTensor(prefix + there)
     if args.experts is not None and args.experts.biases and part.startswith("feed_forward."):
         return _gpt_oss_tensor(f"{prefix}mlp", part.removeprefix("feed_forward."))
-    if part.startswith("feed_forward.experts."):
-        if "{}" not in table[part]:
-            return HFTensor(prefix + table[part])
+    if part.startswith("feed_forward.experts.") and "{}" in table[part]:
         templates = [f"{prefix}{template}.weight" for template in table[part].split()]
         numbers = range(args.experts.number)
         stacked = tuple(tuple(there.format(i) for there in templates) for i in numbers)
         one = f"{prefix}mlp.experts.{STACKED[part.rpartition('.')[2]]}"
         return HFTensor(stacked=stacked, other_form=HFTensor(one))
+    own = part.rpartition(".")[0]
+    place = _place(layer, args.dim, own, table)
     if part in table:
-        place = _place(layer, args.dim, part.rpartition(".")[0], table)
         return HFTensor(prefix + table[part], **place)
-    part = part.rpartition(".")[0]
-    there = HFTensor(f"{prefix}{table[part]}.{kind}", **_place(layer, args.dim, part, table))
+    there = HFTensor(f"{prefix}{table[own]}.{kind}", **place)
     mixer = layer.mixer
-    if part not in _ROTATED or not isinstance(mixer, AttentionArgs) or mixer.keys_are_values:
+    if own not in _ROTATED or not isinstance(mixer, AttentionArgs) or mixer.keys_are_values:
         return there  # other mixers have adjacent pairs there, too, and keys that are values have halves here
-    doubled = 2 if mixer.gate and part == "attention.wq" else 1
+    doubled = 2 if mixer.gate and own == "attention.wq" else 1
     sizes = mixer.head_dim * doubled, args.rotary_sizes(mixer.rope_theta)[0]
     to_hf, from_hf = (partial(_swap, *sizes, order) for order in ((-1, 2), (2, -1)))
     return replace(there, to_hf=to_hf, from_hf=from_hf, moves_rows=True)
@@ -105,21 +103,15 @@ def _place(layer: Layer, dim: int, part: str, table: Mapping[str, str]) -> dict[
     """
     groups = []
     if layer.mixer.is_recurrent:
-        convolved = layer.mixer.convolved().items()
         groups += [
-            {f"attention.{name}_{kind}": rows for name, rows in convolved}
+            {f"attention.{name}_{kind}": rows for name, rows in layer.mixer.convolved().items()}
             for kind in ("conv", "bias")
         ]
-    if parts := next(
-        (
-            parts
-            for parts in _FUSED
-            if part in parts and table.get(parts[-1]) == table.get(part)
-        ),
-        None,
-    ):
-        shapes = layer.linear_shapes(dim)
-        groups.append({each: shapes[each][0] for each in parts})
+    groups += [
+        {each: layer.linear_shapes(dim)[each][0] for each in parts}
+        for parts in _FUSED
+        if part in parts and table.get(parts[-1]) == table.get(part)
+    ]
     for group in groups:
         shared = {table.get(each, table.get(f"{each}.weight")) for each in group}
         if part in group and len(shared) == 1:

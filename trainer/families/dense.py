@@ -35,19 +35,17 @@ def _read_smollm3(config: Entries) -> Fields:
     If windows are switched on and `layer_types` is missing, these layers have the window.
     """
     n_layers = config.whole("num_hidden_layers")
-    key = "no_rope_layers"
     step = config.whole("no_rope_layer_interval", 4)
-    rotated = config.content.get(key)
-    rotated = (
-        [int((i + 1) % step != 0) for i in range(n_layers)] if rotated is None else rotated
-    )
+    rotated = config.content.get("no_rope_layers")
+    if rotated is None:
+        rotated = [int((i + 1) % step != 0) for i in range(n_layers)]
     if (
         not isinstance(rotated, list)
         or len(rotated) < n_layers
         or any(x not in (0, 1) for x in rotated)
     ):
         raise ConfigError(
-            f"{config.file}: {key} = {rotated!r} must have a 0 or a 1 for each of {n_layers} layers"
+            f"{config.file}: no_rope_layers = {rotated!r} must have a 0 or a 1 for each of {n_layers} layers"
         )
     on = (
         config.switch("use_sliding_window") and config.content.get("sliding_window") is not None
@@ -56,9 +54,8 @@ def _read_smollm3(config: Entries) -> Fields:
         config, [SLIDING if on and not rotated[i] else FULL for i in range(n_layers)]
     )
     check_switched(config, fields["sliding_window"], "use_sliding_window and sliding_window")
-    return fields | {
-        "layers": {"rope": [bool(x) for x in rotated[:n_layers]], **fields["layers"]}
-    }
+    fields["layers"]["rope"] = [bool(x) for x in rotated[:n_layers]]
+    return fields
 
 
 def _write_smollm3(args: TransformerArgs) -> Fields:
@@ -100,8 +97,11 @@ def _write_phi3(args: TransformerArgs) -> Fields:
     if long.attention_factor is None and args.max_seq_len <= round(
         long.factor * long.original_max_seq_len
     ):
-        factors = {"short_factor": [*long.short_factors], "long_factor": [*long.long_factors]}
-        entries["rope_scaling"] = {"type": "longrope", **factors}
+        entries["rope_scaling"] = {
+            "type": "longrope",
+            "short_factor": [*long.short_factors],
+            "long_factor": [*long.long_factors],
+        }
     return entries
 
 
@@ -144,13 +144,23 @@ def _read_gemma4(config: Entries) -> Fields:
     local = config.table("rope_parameters").table(SLIDING)
     local.only("rope_type", "default")
     theta = float(local.number("rope_theta", 10000.0))
-    first = _first_shared(config, kinds)
-    factor = 2 if config.switch("use_double_wide_mlp") else 1
+    # Layers from number `first` on share the keys and values of an earlier layer of their kind.
+    shared = 0
+    if config.content.get("num_kv_shared_layers"):
+        shared = config.whole("num_kv_shared_layers")
+    first = len(kinds) - shared
+    if first < 1 or {*kinds[:first]} != {*kinds}:
+        raise ConfigError(
+            f"{config.file}: num_kv_shared_layers = {shared} must leave a layer of each kind with keys and "
+            "values of its own"
+        )
+    shares_keys = [i >= first for i in range(len(kinds))]
+    factor = 1 + config.switch("use_double_wide_mlp")
     fields["layers"] |= {
         "rope_theta": [theta if kind == SLIDING else None for kind in kinds],
         "global_heads": [kind == FULL for kind in kinds],
-        "shares_keys": [i >= first for i in range(len(kinds))],
-        "ffn_factor": [factor if i >= first else 1 for i in range(len(kinds))],
+        "shares_keys": shares_keys,
+        "ffn_factor": [factor if shares else 1 for shares in shares_keys],
     }
     own = 0
     if config.content.get("hidden_size_per_layer_input"):
@@ -174,23 +184,6 @@ def _read_gemma4(config: Entries) -> Fields:
     }
 
 
-def _first_shared(config: Entries, kinds: Sequence[str]) -> int:
-    """Return the number, from 0, of the first layer that shares the keys and values of an earlier layer.
-
-    All later layers share theirs too. Without such layers, the result is the number of layers. If a kind has no layer
-    with keys of its own, a ConfigError is raised.
-    """
-    key = "num_kv_shared_layers"
-    shared = config.whole(key) if config.content.get(key) else 0
-    first = len(kinds) - shared
-    if first < 1 or {*kinds[:first]} != {*kinds}:
-        raise ConfigError(
-            f"{config.file}: {key} = {shared} must leave a layer of each kind with keys and "
-            "values of its own"
-        )
-    return first
-
-
 def _read_global_heads(config: Entries, kinds: Sequence[str]) -> GlobalHeads:
     """Read the heads of layers without a window: from two entries, or since transformers 5.23 from a table by layer."""
     shared = config.switch("attention_k_eq_v")
@@ -198,8 +191,7 @@ def _read_global_heads(config: Entries, kinds: Sequence[str]) -> GlobalHeads:
     own = {"head_dim": config.whole("global_head_dim", 512)}
     if shared and config.content.get("num_global_key_value_heads") is not None:
         own["num_key_value_heads"] = config.whole("num_global_key_value_heads")
-    key = "per_layer_config"
-    table = config.table(key).content
+    table = config.table("per_layer_config").content
     if table:
         own = table.get(str(kinds.index(FULL)), {})
         if table != {str(i): own for i, kind in enumerate(kinds) if kind == FULL} or not {
@@ -207,7 +199,7 @@ def _read_global_heads(config: Entries, kinds: Sequence[str]) -> GlobalHeads:
             "num_key_value_heads",
         }.issuperset(own):
             raise ConfigError(
-                f"{config.file}: {key} = {table!r} is not supported; it must name the layers of full "
+                f"{config.file}: per_layer_config = {table!r} is not supported; it must name the layers of full "
                 "attention alone, with the same head_dim and num_key_value_heads; use another model"
             )
     heads = replace(config, content=own)
@@ -219,7 +211,6 @@ def _write_gemma4(args: TransformerArgs) -> Fields:
     kinds = args.kinds
     heads = args.global_heads
     own = {"head_dim": heads.head_dim, "num_key_value_heads": heads.n_kv_heads}
-    tables = write_local_tables(args, 10000.0)
     return write_windows(args, 512) | {
         "enable_moe_block": args.experts is not None,
         **entries_of(args.experts, _GEMMA4_EXPERTS),
@@ -231,11 +222,11 @@ def _write_gemma4(args: TransformerArgs) -> Fields:
         "global_head_dim": heads.head_dim,
         "num_global_key_value_heads": heads.n_kv_heads,
         "per_layer_config": {str(i): own for i, kind in enumerate(kinds) if kind.global_heads},
-        **tables,
+        **write_local_tables(args, 10000.0),
     }
 
 
-_OLMO = always(norm_place="after", qk_norm=True, qk_norm_of_all_heads=True), BIASES
+OLMO = always(norm_place="after", qk_norm=True, qk_norm_of_all_heads=True), BIASES
 GELU = "hidden_activation", "gelu_pytorch_tanh"
 NO_MLP_BIAS = only("mlp_bias", False, written=True)
 _QKV, _GATES = "self_attn.qkv_proj", "mlp.gate_up_proj"
@@ -252,9 +243,9 @@ FAMILIES = {
     ),
     # Without the entry all layers have a window of 4,096 tokens; with null no layer has a window.
     "mistral": HFDecoder("mistral", "MistralForCausalLM", (only("layer_types", None), WINDOW)),
-    "olmo2": HFDecoder("olmo2", "Olmo2ForCausalLM", _OLMO),
+    "olmo2": HFDecoder("olmo2", "Olmo2ForCausalLM", OLMO),
     "olmo3": HFDecoder(
-        "olmo3", "Olmo3ForCausalLM", (*_OLMO, with_local_tables(windows(4, 4096), 500000.0))
+        "olmo3", "Olmo3ForCausalLM", (*OLMO, with_local_tables(windows(4, 4096), 500000.0))
     ),
     "smollm3": HFDecoder(
         "smollm3",
@@ -272,8 +263,11 @@ FAMILIES = {
             WINDOW,
         ),
         names={
-            **{f"attention.{part}": _QKV for part in ("wq", "wk", "wv")},
-            **{f"feed_forward.{part}": _GATES for part in ("w1", "w3")},
+            "attention.wq": _QKV,
+            "attention.wk": _QKV,
+            "attention.wv": _QKV,
+            "feed_forward.w1": _GATES,
+            "feed_forward.w3": _GATES,
         },
         rotates_a_share=True,
     ),

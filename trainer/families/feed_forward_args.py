@@ -149,8 +149,7 @@ class ExpertArgs:
 
     def tensor_parallel_sizes(self) -> Sizes:
         """Return the channels of the shared expert, if there is one."""
-        shared = "channels of the shared expert"
-        return {shared: self.shared_dim} if self.shared_dim else {}
+        return {"channels of the shared expert": self.shared_dim} if self.shared_dim else {}
 
 
 FeedForwardArgs = DenseArgs | ExpertArgs

@@ -21,7 +21,7 @@ from trainer.families.config_parts import (
 )
 from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
-from trainer.families.decoder_tensors import FURTHER_AS_LAYERS
+from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
 from trainer.families.dense import SCALARS
 from trainer.families.feed_forward_args import ExpertArgs
 from trainer.families.linear_args import GatedDeltaArgs, KimiDeltaArgs, MambaArgs
@@ -32,7 +32,6 @@ from trainer.families.sparse import (
     MLP_TYPES,
     NO_BIASES,
     SIGMOID_EXPERTS,
-    SIGMOID_NAMES,
 )
 from trainer.hugging_face.config_json import Entries, entries_of
 from trainer.hugging_face.pairs import HFTensor
@@ -124,13 +123,10 @@ def _read_kimi_layers(config: Entries) -> Fields:
     """Read linear layers: a table names all layers once, counted from 1. Without a table, `layer_types` names them."""
     n_layers = config.whole("num_hidden_layers")
     table = config.table("linear_attn_config")
-    names = {
-        "num_heads": "num_heads",
-        "head_dim": "head_dim",
-        "short_conv_kernel_size": "conv_kernel_dim",
-    }
     linear = KimiDeltaArgs(
-        *(table.whole(key, config.whole(f"linear_{other}")) for key, other in names.items())
+        table.whole("num_heads", config.whole("linear_num_heads")),
+        table.whole("head_dim", config.whole("linear_head_dim")),
+        table.whole("short_conv_kernel_size", config.whole("linear_conv_kernel_dim")),
     )
     if table.content:
         full, others = (table.content.get(key) for key in ("full_attn_layers", "kda_layers"))
@@ -209,8 +205,9 @@ def _read_mamba(config: Entries) -> Fields:
     heads = config.whole("mamba_n_heads")
     inner = config.whole("mamba_expand") * config.whole("hidden_size")
     biases = config.switch("mamba_conv_bias")
-    sizes = config.wholes(_MAMBA_SIZES)
-    linear = MambaArgs(head_dim=inner // heads, convolution_bias=biases, **sizes)
+    linear = MambaArgs(
+        head_dim=inner // heads, convolution_bias=biases, **config.wholes(_MAMBA_SIZES)
+    )
     if inner % heads or heads % linear.groups:
         raise ConfigError(
             f"{config.file}: mamba_n_heads = {heads} must divide mamba_expand * hidden_size = {inner}, and be a "
@@ -261,14 +258,11 @@ GRANITE_NAMES = {
     "feed_forward.experts.w2": "block_sparse_moe.output_linear.weight",
 }
 _EXPERT = "block_sparse_moe.experts.{}"
-_DENSE = {
-    "w1": "shared_mlp.input_linear",
-    "w3": "shared_mlp.input_linear",
-    "w2": "shared_mlp.output_linear",
-}
 GRANITE_SHARED_NAMES = {
     **GRANITE_NAMES,
-    **{f"feed_forward.shared.{ours}": there for ours, there in _DENSE.items()},
+    "feed_forward.shared.w1": "shared_mlp.input_linear",
+    "feed_forward.shared.w3": "shared_mlp.input_linear",
+    "feed_forward.shared.w2": "shared_mlp.output_linear",
 }
 FAMILIES = {
     "qwen3_next": HFDecoder(
@@ -307,10 +301,10 @@ FAMILIES = {
             LATENT,
         ),
         names={
-            **{
-                ours: theirs.replace("mlp.", "block_sparse_moe.")
-                for ours, theirs in SIGMOID_NAMES.items()
-            },
+            SELECTION_BIAS: "block_sparse_moe.gate.e_score_correction_bias",
+            "feed_forward.shared.w1": "block_sparse_moe.shared_experts.gate_proj",
+            "feed_forward.shared.w2": "block_sparse_moe.shared_experts.down_proj",
+            "feed_forward.shared.w3": "block_sparse_moe.shared_experts.up_proj",
             "feed_forward.router.gate": "block_sparse_moe.gate",
             "feed_forward.experts.w13": f"{_EXPERT}.w1 {_EXPERT}.w3",
             "feed_forward.experts.w2": f"{_EXPERT}.w2",
@@ -328,7 +322,9 @@ FAMILIES = {
         ),
         names={
             **GRANITE_SHARED_NAMES,
-            **{f"feed_forward.{ours}": there for ours, there in _DENSE.items()},
+            "feed_forward.w1": "shared_mlp.input_linear",
+            "feed_forward.w3": "shared_mlp.input_linear",
+            "feed_forward.w2": "shared_mlp.output_linear",
         },
     ),
 }

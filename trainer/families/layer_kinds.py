@@ -83,9 +83,10 @@ def configured_scaling(
         ConfigError: The settings change the factor of LongRoPE, or the type of proportional rotary positions.
     """
     original = settings.rope_original_seq_len
-    kind = settings.rope_scaling_type or ("llama3" if flavors is None else flavors.kind)
-    if flavors is not None and flavors.kind == "proportional":
-        if kind != flavors.kind:
+    own = None if flavors is None else flavors.kind
+    kind = settings.rope_scaling_type or own or "llama3"
+    if own == "proportional":
+        if kind != own:
             raise ConfigError(
                 f"model.rope_scaling_type = {kind!r} is not for proportional rotary positions, which belong to the "
                 "model; leave it out"
@@ -101,11 +102,11 @@ def configured_scaling(
     usual = RopeScaling(settings.rope_scaling, kind=kind)
     if kind == "linear":
         return usual
-    if original is None and flavors is not None and flavors.kind != "linear":
+    if original is None and own not in (None, "linear"):
         original = flavors.original_max_seq_len
     if original is None:
         original = usual.original_max_seq_len if kind == "llama3" else max_seq_len
-    same = flavors if flavors is not None and flavors.kind == kind else usual
+    same = flavors if own == kind else usual
     return replace(same, factor=settings.rope_scaling, original_max_seq_len=original)
 
 
@@ -206,10 +207,10 @@ def configured_fields(args: Any, settings: Model) -> dict[str, Any]:
         asked["rope_scaling"] = configured_scaling(
             settings, args.rope_scaling, args.max_seq_len
         )
-    if settings.rope_theta is not None:
-        asked["rope_theta"] = settings.rope_theta
     balance = "router_aux_loss_coef", "router_aux_loss_load", "router_bias_update_rate"
-    asked |= {key: set_to for key in balance if (set_to := getattr(settings, key)) is not None}
+    for key in ("rope_theta", *balance):
+        if (value := getattr(settings, key)) is not None:
+            asked[key] = value
     return asked | {
         "mtp_layers": settings.mtp_layers,
         "norm_type": settings.norm_type,

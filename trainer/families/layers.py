@@ -98,11 +98,11 @@ class Layer:
         mixer = self.mixer.linear_shapes(dim, tp)
         shapes = _named(mixer, self.feed_forward.linear_shapes(dim, tp))
         if self.input_dim:
-            shapes |= {
-                "input_gate": (self.input_dim, dim),
-                "input_projection": (dim, self.input_dim),
-            }
-        return shapes | ({"projection": (dim, 2 * dim)} if self.predicts_further else {})
+            shapes["input_gate"] = self.input_dim, dim
+            shapes["input_projection"] = dim, self.input_dim
+        if self.predicts_further:
+            shapes["projection"] = dim, 2 * dim
+        return shapes
 
     def parameters(self, dim: int) -> int:
         """Return the number of its parameters on all ranks together, with all experts.

@@ -99,15 +99,17 @@ class GatedDeltaArgs(LinearArgs):
             tp: Tensor-parallel degree.
         """
         values = self.value_heads * self.value_dim
-        rows = {
-            **{f"in_{part}": channels for part, channels in self.convolved().items()},
-            "in_z": values,
-            "in_beta": self.value_heads,
-            "in_decay": self.value_heads,
-        }
+        convolved = self.convolved()
         if self.by_head:
-            whole = sum(self.convolved().values()) + values
+            whole = sum(convolved.values()) + values
             rows = {"in_qkvz": whole, "in_ba": 2 * self.value_heads}
+        else:
+            rows = {
+                **{f"in_{part}": channels for part, channels in convolved.items()},
+                "in_z": values,
+                "in_beta": self.value_heads,
+                "in_decay": self.value_heads,
+            }
         shapes = {name: (number // tp, dim) for name, number in rows.items()}
         return shapes | {"wo": (dim, values // tp)}
 
@@ -131,7 +133,10 @@ class KimiDeltaArgs(LinearArgs):
     gates = "wb", "f_a", "f_b", "g_a", "g_b"
     names: ClassVar[Names] = {
         **{f"w{part}": f"self_attn.{part}_proj" for part in "qkvbo"},
-        **{part: f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+        "f_a": "self_attn.f_a_proj",
+        "f_b": "self_attn.f_b_proj",
+        "g_a": "self_attn.g_a_proj",
+        "g_b": "self_attn.g_b_proj",
         **{f"{part}_conv": f"self_attn.{part}_conv1d" for part in "qkv"},
         "decay.a_log.weight": "self_attn.A_log",
         "decay.dt_bias.weight": "self_attn.dt_bias",
@@ -179,8 +184,7 @@ class KimiDeltaArgs(LinearArgs):
         Args:
             dim: Not used.
         """
-        channels = self.heads * self.head_dim
-        return self.heads + channels + self.head_dim
+        return self.heads + self.heads * self.head_dim + self.head_dim
 
 
 @dataclass(frozen=True)
@@ -232,9 +236,8 @@ class MambaArgs(LinearArgs):
         """
         values = self.heads * self.head_dim // tp
         group_channels = self.groups * self.state_dim
-        group_channels //= (
-            tp if self.groups > 1 else 1
-        )  # with one group, all ranks have B and C
+        if self.groups > 1:  # with one group, all ranks have B and C
+            group_channels //= tp
         rows = {
             "in_z": values,
             "in_x": values,

@@ -124,7 +124,7 @@ class AttentionArgs:
         queries, keys = (size // tp for size in self.sizes)
         values = {} if self.keys_are_values else {"wv": (keys, dim)}
         return {
-            "wq": (queries * (2 if self.gate else 1), dim),
+            "wq": (queries * (1 + self.gate), dim),
             "wk": (keys, dim),
             **values,
             "wo": (dim, queries),
@@ -143,7 +143,7 @@ class AttentionArgs:
         """
         queries, keys = self.sizes
         normed = queries + keys if self.norm_all_heads else 2 * self.head_dim
-        biases = queries * (2 if self.gate else 1) + keys * (2 - self.keys_are_values)
+        biases = queries * (1 + self.gate) + keys * (2 - self.keys_are_values)
         return (
             self.n_heads * self.sinks
             + normed * self.qk_norm

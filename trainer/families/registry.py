@@ -77,8 +77,11 @@ class ModelFolder(HFFolder):
         families = hf_families()
         names = {known.model_type: name for name, known in families.items()}
         if self.reads_images:
-            decoders = {name: x for name, x in families.items() if isinstance(x, HFDecoder)}
-            names = {x.images_type: name for name, x in decoders.items() if x.images_type}
+            names = {
+                known.images_type: name
+                for name, known in families.items()
+                if isinstance(known, HFDecoder) and known.images_type
+            }
         model_type = self.whole_entries.content.get("model_type")
         if model_type not in names:
             lacking = next((x for x, types in refused().items() if model_type in types), None)

@@ -93,21 +93,14 @@ def rotary(config: Entries, kinds: Sequence[str] = KINDS) -> tuple[float, RopeSc
     if kind == "linear":
         return theta, scaling
     longest = config.content.get("max_position_embeddings")
-    scaling = replace(
-        scaling, original_max_seq_len=table.whole("original_max_position_embeddings", longest)
-    )
-    numbers = {key: float(table.number(key, usual)) for key, usual in _NUMBERS[kind].items()}
-    scaling = replace(scaling, **numbers)
-    if kind == "llama3":
-        return theta, scaling
-    truncate = bool(table.only("truncate", True, False))
-    score_entry = table.content.get("mscale_all_dim")
-    return theta, replace(
-        scaling,
-        truncate=truncate,
-        attention_factor=_attention_factor(table),
-        mscale_all_dim=float(table.number("mscale_all_dim")) if score_entry else 0.0,
-    )
+    original = table.whole("original_max_position_embeddings", longest)
+    fields = {key: float(table.number(key, usual)) for key, usual in _NUMBERS[kind].items()}
+    if kind == "yarn":
+        fields["truncate"] = bool(table.only("truncate", True, False))
+        fields["attention_factor"] = _attention_factor(table)
+        if table.content.get("mscale_all_dim"):
+            fields["mscale_all_dim"] = float(table.number("mscale_all_dim"))
+    return theta, replace(scaling, original_max_seq_len=original, **fields)
 
 
 def _longrope(config: Entries, table: Entries) -> RopeScaling:
@@ -146,13 +139,13 @@ def _attention_factor(table: Entries) -> float | None:
 
     Without these entries, it is None: the factor of the paper.
     """
-    both = [table.content.get(key) for key in ("mscale", "mscale_all_dim")]
     if table.content.get("attention_factor") is not None:
         return float(table.number("attention_factor"))
-    if not all(both):
+    both = "mscale", "mscale_all_dim"
+    if not all(map(table.content.get, both)):
         return None
     log = math.log(table.number("factor"))
-    over, under = (0.1 * table.number(key) * log + 1.0 for key in ("mscale", "mscale_all_dim"))
+    over, under = (0.1 * table.number(key) * log + 1.0 for key in both)
     return over / under
 
 
@@ -173,15 +166,11 @@ def rope_entries(scaling: RopeScaling | None) -> dict[str, Any]:
         return entries
     entries["original_max_position_embeddings"] = scaling.original_max_seq_len
     entries |= {key: getattr(scaling, key) for key in _NUMBERS.get(scaling.kind, ())}
-    if scaling.kind == "llama3":
-        return entries
     if scaling.kind == "longrope":
         entries |= {
             "short_factor": [*scaling.short_factors],
             "long_factor": [*scaling.long_factors],
         }
-        own = scaling.attention_factor
-        return entries if own is None else entries | {"attention_factor": own}
     if scaling.attention_factor is not None:
         entries["attention_factor"] = scaling.attention_factor
     if scaling.mscale_all_dim:

@@ -20,7 +20,6 @@ from trainer.families.config_parts import (
     switch,
     windows,
 )
-from trainer.families.decoder_args import TransformerArgs
 from trainer.families.decoder_config_json import HFDecoder
 from trainer.families.decoder_tensors import FURTHER_AS_LAYERS, SELECTION_BIAS
 from trainer.families.mixers import LatentArgs
@@ -31,13 +30,13 @@ _SIGMOID |= {"n_group": "groups", "topk_group": "groups_per_token"}
 
 
 def _read_sigmoid(config: Entries) -> Fields:
-    n_layers = config.whole("num_hidden_layers")
+    layers = range(config.whole("num_hidden_layers"))
     dense = config.content["first_k_dense_replace"]
     if not isinstance(dense, int):
         raise ConfigError(
             f"{config.file}: first_k_dense_replace = {dense!r} must be a number of layers"
         )
-    chosen_experts = read_experts(
+    routed = read_experts(
         config,
         _SIGMOID,
         normalise=config.switch("norm_topk_prob"),
@@ -45,21 +44,20 @@ def _read_sigmoid(config: Entries) -> Fields:
         scale=float(config.number("routed_scaling_factor")),
         shared_dim=config.whole("n_shared_experts") * config.whole("moe_intermediate_size"),
     )
-    return {
-        "experts": chosen_experts,
-        "layers": {"experts": [layer >= dense for layer in range(n_layers)]},
-    }
+    return {"experts": routed, "layers": {"experts": [layer >= dense for layer in layers]}}
 
 
-def _write_sigmoid(args: TransformerArgs) -> Fields:
-    others = {"norm_topk_prob": "normalise", "routed_scaling_factor": "scale"}
-    return entries_of(args.experts, _SIGMOID | others) | {
+SIGMOID_EXPERTS = Part(
+    _read_sigmoid,
+    lambda args: {
+        **entries_of(args.experts, _SIGMOID),
+        "norm_topk_prob": args.experts.normalise,
+        "routed_scaling_factor": args.experts.scale,
         "n_shared_experts": max(args.experts.shared_dim // args.experts.hidden_dim, 1),
         "first_k_dense_replace": sum(not kind.experts for kind in args.kinds),
-    }
-
-
-SIGMOID_EXPERTS = Part(_read_sigmoid, _write_sigmoid, EXPERTS)
+    },
+    EXPERTS,
+)
 """Experts chosen by sigmoids, a bias and groups (DeepSeek-V3, arXiv 2412.19437), in all layers except the first."""
 SIGMOID_NAMES = {
     SELECTION_BIAS: "mlp.gate.e_score_correction_bias",
@@ -124,13 +122,12 @@ LATENT = Part(
 FURTHER = Part(lambda config: {}, lambda args: {"num_nextn_predict_layers": args.mtp_layers})
 
 
-def _read_switched_window(config: Entries) -> Fields:
-    on = config.switch("use_sliding_window")
-    return {"sliding_window": config.whole("sliding_window") if on else None}
-
-
 _SWITCHED_WINDOW = Part(
-    _read_switched_window,
+    lambda config: {
+        "sliding_window": config.whole("sliding_window")
+        if config.switch("use_sliding_window")
+        else None
+    },
     lambda args: {
         "use_sliding_window": args.sliding_window is not None,
         "sliding_window": args.sliding_window,

@@ -21,29 +21,25 @@ _KINDS = ("indexed_attention", "deepseek_sparse_attention")
 """Names of the only kind of layers: of transformers 5, and in some published files."""
 
 
-def _read_index(config: Entries, *, adjacent_pairs: bool) -> Fields:
-    n_layers = config.whole("num_hidden_layers")
-    config.only("layer_types", None, *([kind] * n_layers for kind in _KINDS))
-    config.only("indexer_types", None, ["full"] * n_layers)
-    config.only("index_topk_freq", None, 1)
-    config.only("index_topk_pattern", None, "F" * n_layers)
-    config.only("indexer_rope_interleave", adjacent_pairs)
-    sizes = config.wholes(_INDEX)
-    rotated = config.whole("qk_rope_head_dim")
-    config.whole("q_lora_rank")  # the indexer reads the latents of queries
-    if sizes["head_dim"] < rotated:
-        raise ConfigError(
-            f"{config.file}: index_head_dim = {sizes['head_dim']} must be at least qk_rope_head_dim = {rotated}"
-        )
-    return {"index": IndexArgs(**sizes, adjacent_pairs=adjacent_pairs)}
-
-
 def _decoder(model_type: str, architecture: str, *, adjacent_pairs: bool) -> HFDecoder:
-    index = Part(
-        lambda config: _read_index(config, adjacent_pairs=adjacent_pairs),
-        lambda args: entries_of(args.index, _INDEX),
-        ("index", "an indexer"),
-    )
+    def read(config: Entries) -> Fields:
+        n_layers = config.whole("num_hidden_layers")
+        config.only("layer_types", None, *([kind] * n_layers for kind in _KINDS))
+        config.only("indexer_types", None, ["full"] * n_layers)
+        config.only("index_topk_freq", None, 1)
+        config.only("index_topk_pattern", None, "F" * n_layers)
+        config.only("indexer_rope_interleave", adjacent_pairs)
+        sizes = config.wholes(_INDEX)
+        rotated = config.whole("qk_rope_head_dim")
+        config.whole("q_lora_rank")  # the indexer reads the latents of queries
+        if sizes["head_dim"] < rotated:
+            raise ConfigError(
+                f"{config.file}: index_head_dim = {sizes['head_dim']} must be at least "
+                f"qk_rope_head_dim = {rotated}"
+            )
+        return {"index": IndexArgs(**sizes, adjacent_pairs=adjacent_pairs)}
+
+    index = Part(read, lambda args: entries_of(args.index, _INDEX), ("index", "an indexer"))
     return HFDecoder(
         model_type,
         architecture,

@@ -125,13 +125,20 @@ def _options_before_auto(config: JobConfig, device_type: str) -> ContextParallel
                 else "use another method or degree"
             )
         )
+    gradients = parallelism.context_parallel_gradient_dtype
+    computed = config.training.compute_dtype(device_type)
+    if gradients == "bfloat16" != computed:
+        raise ConfigError(
+            f"parallelism.context_parallel_gradient_dtype = 'bfloat16' would round the gradients of a model that "
+            f"computes in {computed}; leave it out, or use training.mixed_precision_param = 'bfloat16'"
+        )
     return ContextParallelOptions(
         method=named,
         load_balancer=parallelism.context_parallel_load_balancer,
         kernel=parallelism.context_parallel_kernel,
         hybrid_degrees=hybrid if two_level else None,
         multiple_of=parallelism.tensor_parallel_degree,
-        gradient_dtype=_checked_gradients(config, device_type),
+        gradient_dtype=gradients,
     )
 
 
@@ -162,8 +169,7 @@ def is_too_large_without_plan(config: JobConfig, model: ModelArgs) -> bool:
     """
     training = config.training
     heads = -(-model.n_heads // config.parallelism.tensor_parallel_degree)
-    widest = widest_head(model)
-    elements = call_elements(training.local_batch_size, training.seq_len, 1, widest)
+    elements = call_elements(training.local_batch_size, training.seq_len, 1, widest_head(model))
     return heads * elements >= INDEX_LIMIT
 
 
@@ -193,11 +199,10 @@ def check_qk_clip(config: JobConfig, model: ModelArgs) -> None:
 
 
 def _needs(config: JobConfig, model: ModelArgs) -> dict[str, bool]:
-    softcap = getattr(model, "attention_softcap", None) is not None
     return {
         "bands": has_windows(model),
         "deterministic": config.training.deterministic,
-        "softcap": softcap,
+        "softcap": getattr(model, "attention_softcap", None) is not None,
     }
 
 
@@ -237,10 +242,19 @@ def kernel_of(
     if options.kernel != "auto":
         return options.kernel
     documents = config.masks_documents
-    tiles = _TILES_OF_DOCUMENTS if documents else _tiles_of_a_stage(config, model, options)
+    tiles = _TILES_OF_DOCUMENTS
+    if not documents:  # the largest number of tiles in a stage of the first rank
+        degree = config.parallelism.context_parallel_degree
+        heads = options.head_degree(degree)
+        layout = options.layout(training.seq_len, degree)
+        plans = [
+            make_plan(layout, mask, options.method, 0, head_degree=heads)
+            for mask in _layer_masks(model, training.seq_len)
+        ]
+        tiles = max(len(stage.tiles) for plan in plans for stage in plan.forward)
     other = auto_kernel(able, tiles)
     fixed = not (documents or windows)
-    largest = 0 if windows else config.training.seq_len
+    largest = 0 if windows else training.seq_len
     hopper = auto_kernel(able, tiles, capability=(9, 0), fixed=fixed, largest=largest)
     if hopper == other:
         return other
@@ -266,22 +280,6 @@ def faster_packages(kernel: str, config: JobConfig) -> str:
     return f"computed by FlashAttention-2, or faster, if installed, by {' or '.join(packages)}"
 
 
-def _tiles_of_a_stage(
-    config: JobConfig, model: ModelArgs, options: ContextParallelOptions
-) -> int:
-    """Return the largest number of tiles in a stage of the first rank, without packed documents."""
-    degree = config.parallelism.context_parallel_degree
-    seq_len = config.training.seq_len
-    heads = options.head_degree(degree)
-    layout = options.layout(seq_len, degree)
-    method = options.method
-    plans = [
-        make_plan(layout, mask, method, 0, head_degree=heads)
-        for mask in _layer_masks(model, seq_len)
-    ]
-    return max(len(stage.tiles) for plan in plans for stage in plan.forward)
-
-
 def batch_chooser(
     config: JobConfig,
     model: ModelArgs,
@@ -303,13 +301,13 @@ def batch_chooser(
     Returns:
         A function from the mask of a batch to the options and the reason; None if there is no choice.
     """
-    degree = config.parallelism.context_parallel_degree
-    documents = config.masks_documents
-    method = config.parallelism.context_parallel_method
-    if method != "auto" or degree == 1 or not documents or is_sparse(model):
+    parallelism = config.parallelism
+    degree = parallelism.context_parallel_degree
+    chooses = parallelism.context_parallel_method == "auto" and degree > 1
+    if not (chooses and config.masks_documents) or is_sparse(model):
         return None
     local = _local_shape(config, model, device_type)
-    sharing = _sharing(node, config.parallelism.tensor_parallel_degree)
+    sharing = _sharing(node, parallelism.tensor_parallel_degree)
 
     def method_of(batch: Mask) -> tuple[ContextParallelOptions, str]:
         # sequences of a validation have their own length
@@ -339,25 +337,20 @@ def _local_shape(config: JobConfig, model: ModelArgs, device_type: str) -> Atten
     latent = None
     if (args := latent_of(model)) is not None:
         latent = LatentShape(args.rank, args.rope_dim, args.value_dim)
-    shape = training.local_batch_size, model.n_heads // tp, _kv_heads(model, tp), model.head_dim
-    return AttentionShape(*shape, itemsize, gradients, latent)
+    return AttentionShape(
+        training.local_batch_size,
+        model.n_heads // tp,
+        _kv_heads(model, tp),
+        model.head_dim,
+        itemsize,
+        gradients,
+        latent,
+    )
 
 
 def _kv_heads(model: ModelArgs, tp: int) -> int:
     """Return the number of key/value heads that a tensor-parallel rank sends. A latent counts as one."""
     return model.n_kv_heads // tp if latent_of(model) is None else 1
-
-
-def _checked_gradients(config: JobConfig, device_type: str) -> str:
-    """Return the configured type of sent dK and dV; raise a ConfigError if it is bfloat16 and the model's is wider."""
-    wanted = config.parallelism.context_parallel_gradient_dtype
-    computed = config.training.compute_dtype(device_type)
-    if wanted == "bfloat16" != computed:
-        raise ConfigError(
-            f"parallelism.context_parallel_gradient_dtype = 'bfloat16' would round the gradients of a model that "
-            f"computes in {computed}; leave it out, or use training.mixed_precision_param = 'bfloat16'"
-        )
-    return wanted
 
 
 def _checked_heads(

@@ -105,7 +105,6 @@ def check_chat(config: JobConfig) -> None:
         ConfigError: The template refuses a conversation, packing would cut one, or conversations would see each other.
             Or `[chat]` has arguments or a date for a template, and there is none.
     """
-    settings = config.validation
     training = config.training
     if training.dataset in CONVERSATIONS and training.packing == "concatenate":
         raise ConfigError(
@@ -113,7 +112,7 @@ def check_chat(config: JobConfig) -> None:
             "'best_fit' or 'pad', or leave it out"
         )
     sources = training_data(config)
-    if settings.enable:
+    if config.validation.enable:
         sources.append(validation_data(config))
         if sources[-1].dataset == "chat" and not config.masks_documents:
             raise ConfigError(

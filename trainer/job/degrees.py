@@ -1,7 +1,6 @@
 """Check the degrees of parallelism against the number of ranks. Integers only, torch-free."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trainer.config.errors import ConfigError
@@ -124,16 +123,16 @@ def resolve_degrees(
             f"{KEYS['domain']} = {list(domain)} divides fields, and {KEYS['cp']} = {cp} divides sequences of tokens; "
             f"use {KEYS['cp']} = 1"
         )
-    shared = "domain" if domain else "cp"
+    shared = cp * math.prod(domain)  # one of them is 1
     del degrees["cp" if domain else "domain"]
-    degrees[shared] = math.prod(domain) if domain else cp
+    degrees["domain" if domain else "cp"] = shared
     others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
     resolved = dict(degrees)
     if degrees["dp_shard"] == -1:
         resolved["dp_shard"] = max(1, world_size // others)
     if math.prod(resolved.values()) != world_size:
         raise _wrong_product(degrees, world_size)
-    resolved |= {"cp": resolved[shared], "domain": domain, "ep": ep}
+    resolved |= {"cp": shared, "domain": domain, "ep": ep}
     return Degrees(**resolved, world_size=world_size)
 
 
@@ -145,44 +144,37 @@ def _wrong_product(degrees: dict[str, int], world_size: int) -> ConfigError:
         if degree != 1 or name not in ("cp", "domain", "pp")
     }
     listed = ", ".join(f"{_words(name)} = {degree}" for name, degree in named.items())
-    product = math.prod(degree for degree in named.values() if degree != -1)
-    rule = "does not divide" if -1 in named.values() else "is not"
-    choices = _choices(named, world_size)
-    more_ranks = math.ceil(world_size / product) * product if -1 in named.values() else product
+    fixed = {name: degree for name, degree in named.items() if degree != -1}
+    product = math.prod(fixed.values())
+    adapts = len(fixed) < len(named)  # the shard degree is what the others leave
+    rule = "does not divide" if adapts else "is not"
+    more_ranks = math.ceil(world_size / product) * product if adapts else product
+    choices = []  # changes of a single degree that make the product fit
+    for name, degree in fixed.items():
+        others = product // degree
+        if world_size % others:
+            continue
+        fitting = world_size // others
+        if adapts:
+            fitting = min(
+                divisors(fitting), key=lambda divisor: abs(math.log(divisor / fixed[name]))
+            )
+        choices.append(f"{_words(name)} = {fitting}")
+    if not choices:  # a change of several degrees
+        fitting = {}
+        left = world_size
+        for name, degree in named.items():
+            if name != "dp_shard":
+                fitting[name] = math.gcd(degree, left)
+                left //= fitting[name]
+        fitting["dp_shard"] = -1 if adapts else left
+        changes = {name: degree for name, degree in fitting.items() if degree != named[name]}
+        words = (f"{_words(name)} = {degree}" for name, degree in changes.items())
+        choices.append(", ".join(words))
     return ConfigError(
         f"{listed} have the product {product}, which {rule} the world size of {world_size}; "
         f"what fits: {'; '.join([*choices, f'or {more_ranks} ranks'])}"
     )
-
-
-def _choices(named: Mapping[str, int], world_size: int) -> list[str]:
-    """Return changes that make the product fit, in words: each one for a single degree.
-
-    If no single change suffices, the list has one change of several degrees.
-    """
-    free = [name for name, degree in named.items() if degree != -1]
-    single = []
-    for name in free:
-        others = math.prod(named[other] for other in free if other != name)
-        if world_size % others:
-            continue
-        fitting = world_size // others
-        if len(free) < len(named):
-            fitting = min(
-                divisors(fitting), key=lambda divisor: abs(math.log(divisor / named[name]))
-            )
-        single.append(f"{_words(name)} = {fitting}")
-    if single:
-        return single
-    fitting = {}
-    left = world_size
-    for name in named:
-        if name != "dp_shard":
-            fitting[name] = math.gcd(named[name], left)
-            left //= fitting[name]
-    fitting["dp_shard"] = -1 if named["dp_shard"] == -1 else left
-    changes = {name: degree for name, degree in fitting.items() if degree != named[name]}
-    return [", ".join(f"{_words(name)} = {degree}" for name, degree in changes.items())]
 
 
 def _words(name: str) -> str:

@@ -28,11 +28,10 @@ def check_experts(config: JobConfig, args: ModelArgs, degrees: Degrees) -> None:
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     common = math.gcd(experts.number, ranks)
     if common % ep:
-        fitting = ", ".join(map(str, divisors(common)))
         raise ConfigError(
             f"parallelism.expert_parallel_degree = {ep} must divide the {experts.number} experts of model.flavor = "
             f"{config.model.flavor!r} and the {ranks} ranks of the FSDP, CP and TP degrees together; degrees that fit: "
-            f"{fitting}"
+            f"{', '.join(map(str, divisors(common)))}"
         )
 
 
@@ -77,9 +76,8 @@ def dispatch_bytes(
     """
     row = aligned(dim * itemsize)
     weights = aligned(per_token * weight_itemsize)
-    numbers = aligned(per_token * 4)
     return {
-        "expert_dispatch": out * (row + weights + numbers),
+        "expert_dispatch": out * (row + weights + aligned(per_token * 4)),
         "expert_combine": back * row,
         "expert_combine_backward": out * row,
         "expert_dispatch_backward": back * (row + weights),

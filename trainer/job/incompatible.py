@@ -48,8 +48,12 @@ def _has_experts(draft: Draft) -> bool:
 def _compiles_shards(draft: Draft) -> bool:
     """Return whether the compiler traces layers that tensor parallelism divides."""
     settings = draft.config.compile
-    traced = settings.enable and "model" in settings.components and settings.backend != "eager"
-    return traced and draft.degrees.tp > 1
+    return (
+        settings.enable
+        and "model" in settings.components
+        and settings.backend != "eager"
+        and draft.degrees.tp > 1
+    )
 
 
 def _links_layers(draft: Draft) -> bool:

@@ -17,7 +17,6 @@ from trainer.data.tokenizers.tokenizer import vocab_size_of
 from trainer.families.args import (
     DecoderArgs,
     experts_of,
-    has_windows,
     mtp_layers_of,
     windows_of,
 )
@@ -116,11 +115,11 @@ class Language(TaskSpec):
             if missing is None:
                 raise
             missing.append(str(error))
-            tokens = None
+            tokens = flavor.vocab_size
         if config.model.folder is None:
-            return replace(args, vocab_size=flavor.vocab_size if tokens is None else tokens)
+            return replace(args, vocab_size=tokens)
         # Embeddings may have more rows than the tokenizer has tokens.
-        if tokens is not None and tokens > flavor.vocab_size:
+        if tokens > flavor.vocab_size:
             raise ConfigError(
                 f"the tokenizer {config.model.tokenizer_file} has {tokens:,} tokens, and model.flavor = "
                 f"{config.model.flavor!r} has embeddings for {flavor.vocab_size:,}; set model.tokenizer_path "
@@ -247,8 +246,10 @@ def _offloaded(job: ResolvedJob) -> str:
     stages = layers_of_stages(job.pipeline, job.model)
     offloaded = sum(len(settings.offloaded(layers)) for layers in stages)
     checkpointed = sum(len(settings.checkpointed(layers)) for layers in stages)
-    number = f"{offloaded} of {checkpointed}"
-    return f"inputs of {number} checkpointed layers, {size_words(size)} of page-locked host memory a rank"
+    return (
+        f"inputs of {offloaded} of {checkpointed} checkpointed layers, {size_words(size)} of "
+        "page-locked host memory a rank"
+    )
 
 
 def _experts(job: ResolvedJob) -> str:
@@ -305,10 +306,10 @@ def _pipeline(job: ResolvedJob) -> str:
     plan = job.pipeline
     if plan is None:
         return ""
-    sizes = ", ".join(str(len(stage)) for stage in plan.stages)
     return (
-        f"{plan.schedule}: {len(plan.stages)} stages of {sizes} modules, {plan.micro_batches} micro-batches"
-        " in a pass"
+        f"{plan.schedule}: {len(plan.stages)} stages of "
+        f"{', '.join(str(len(stage)) for stage in plan.stages)} modules, "
+        f"{plan.micro_batches} micro-batches in a pass"
     )
 
 
@@ -325,12 +326,9 @@ def _attention(job: ResolvedJob) -> str:
     if job.chunks > 1:
         where = "host" if config.training.sequence_chunks_offload else "device"
         mask += f", in {job.chunks} chunks, one after another, whose keys and values are kept on the {where}"
-    if has_windows(job.model):
-        windows = windows_of(job.model)
-        widths = [window for window in windows if window is not None]
-        where = (
-            "" if len(widths) == len(windows) else f" in {len(widths)} of {len(windows)} layers"
-        )
+    layers = job.model.n_layers
+    if widths := [window for window in windows_of(job.model) if window is not None]:
+        where = "" if len(widths) == layers else f" in {len(widths)} of {layers} layers"
         mask += f", a window of {widths[0]:,} tokens{where}"
     parts = [mask + warm_up]
     if job.degrees.cp > 1:
@@ -346,8 +344,10 @@ def _attention(job: ResolvedJob) -> str:
     how = "auto: by device, type and tiles" if options.kernel == "auto" else "as set"
     if is_sparse(job.model):
         how = "the only one for chosen keys"
-    faster = faster_packages(job.kernel, config)
-    return "; ".join([*parts, f"kernel {job.kernel} ({how})", *([faster] if faster else [])])
+    parts.append(f"kernel {job.kernel} ({how})")
+    if faster := faster_packages(job.kernel, config):
+        parts.append(faster)
+    return "; ".join(parts)
 
 
 def _linear(job: ResolvedJob) -> str:

@@ -87,16 +87,14 @@ def _check_blocks(config: JobConfig, model: ModelArgs) -> None:
 
 def _check_dropout(config: JobConfig, model: ModelArgs) -> None:
     settings = config.lora
-    if settings.dropout and (
-        experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]
-    ):
+    if not settings.dropout:
+        return
+    if experts := [m for m in settings.modules if m in ("w13", "w2") and experts_of(model)]:
         raise ConfigError(
             f"lora.dropout = {settings.dropout} does not work with the experts' weights {experts} of lora.modules; "
             "use lora.dropout = 0, or leave these weights out of lora.modules"
         )
-    if settings.dropout and any(
-        ".shared." in name and settings.adapts(name) for name in weight_shapes(model)
-    ):
+    if any(".shared." in name and settings.adapts(name) for name in weight_shapes(model)):
         raise ConfigError(
             f"lora.dropout = {settings.dropout} does not reach shared experts, which have adapters by lora.modules = "
             f"{list(settings.modules)}; use 0, or modules of attention alone, such as ['wq', 'wv']"
@@ -141,10 +139,9 @@ def adapter_sizes(config: JobConfig, model: ModelArgs, tp: int = 1) -> dict[str,
         model: The arguments of the model.
         tp: The tensor-parallel degree. Experts are divided over these ranks too, at least by FSDP.
     """
-    shapes = adapter_shapes(config, model, tp)
     return {
         name: sum(map(math.prod, ab)) // (tp if len(ab[0]) == 3 else 1)
-        for name, ab in shapes.items()
+        for name, ab in adapter_shapes(config, model, tp).items()
     }
 
 

@@ -29,10 +29,10 @@ def check_memory(job: ResolvedJob, available: int | None) -> None:
     """
     memory = job.task.memory(job)
     limit = available or _LARGEST
-    floor = memory.tables if job.config.training.enable_cpu_offload else memory.total
+    training = job.config.training
+    floor = memory.tables if training.enable_cpu_offload else memory.total
     if floor > limit:
         has = f"it has {size_words(limit)}" if available else "no device has that"
-        training = job.config.training
         sample = (
             f"training.seq_len = {training.seq_len}"
             if job.task.name == "tokens"
@@ -60,36 +60,37 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
     training = job.config.training
     model = job.model
     stored = ITEMSIZE[training.dtype]
-    modules = _modules_of(job, pp_rank)
-    adapters = _by_module(adapter_sizes(job.config, model, degrees.tp))
-    trained_whole = whole_sizes(job.config, model, degrees.tp)
+    modules = set(model.module_names())
+    if (plan := job.pipeline) is not None:
+        modules = {name for stage in plan.stages_of(pp_rank) for name in plan.stages[stage]}
+    adapters = adapter_sizes(job.config, model, degrees.tp)
     shapes = model.linear_shapes(degrees.tp)
     linear_sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    sizes = _by_module(linear_sizes) | _embedding_sizes(model, degrees.tp)
-    shards = degrees.dp_shard * degrees.cp
 
-    def share(sizes: dict[str, int], ranks: int = shards) -> int:
-        """Return one rank's share of the sizes of the stage's modules."""
-        return math.ceil(sum(sizes.get(name, 0) for name in modules) / ranks)
+    def share(sizes: dict[str, int], ranks: int = degrees.dp_shard * degrees.cp) -> int:
+        """Return one rank's share of the sizes, by name, of the stage's modules and of modules in its layers."""
+        return math.ceil(
+            sum(x for name, x in sizes.items() if _module(name) in modules) / ranks
+        )
 
     # Weights of a rank's experts in one layer, which its `efsdp` ranks divide.
     sparse = len({*layers_of(modules)} & {*expert_layers(model)})
-    local = share(sizes)
+    local = share(linear_sizes | _embedding_sizes(model, degrees.tp))
     if (experts := experts_of(model)) is not None:
         local += sparse * math.ceil(
             experts.number // degrees.ep * experts.weights(model.dim) / degrees.efsdp
         )
     quantizes = job.config.lora.quantizes
-    packed = share(_by_module({name: linear_sizes[name] for name in filter(quantizes, shapes)}))
+    packed = share({name: linear_sizes[name] for name in filter(quantizes, shapes)})
     added = share(adapters)
-    trained = added + share(trained_whole) if adapters else local
+    trained = added + share(whole_sizes(job.config, model, degrees.tp)) if adapters else local
     moments = 2 * trained
     if job.config.optimizer.name == "Muon":  # has one moment of a matrix
         matrices = matrix_sizes(model, degrees.tp)
         expert_matrices = {name: size for name, size in matrices.items() if ".experts." in name}
         dense = {name: size for name, size in matrices.items() if name not in expert_matrices}
         ranks = (degrees.ep or 1) * degrees.efsdp
-        moments -= share(_by_module(dense)) + share(_by_module(expert_matrices), ranks)
+        moments -= share(dense) + share(expert_matrices, ranks)
     rows = training.seq_len // degrees.cp
     token_bytes = 2 * 8 * training.local_batch_size
     return RankMemory(
@@ -102,19 +103,10 @@ def memory_of_stage(job: ResolvedJob, pp_rank: int) -> RankMemory:
 
 def _embedding_sizes(model: ModelArgs, tp: int) -> dict[str, int]:
     """Return one rank's number of parameters of each embedding, by name; 0 if it is tied: the output counts it."""
-    channels = {
-        "tok_embeddings": 0 if model.tie_embeddings else model.dim,
-        "layer_embeddings": getattr(model, "layer_channels", 0),
+    return {
+        "tok_embeddings": 0 if model.tie_embeddings else model.dim * model.vocab_size // tp,
+        "layer_embeddings": getattr(model, "layer_channels", 0) * model.vocab_size // tp,
     }
-    return {name: number * model.vocab_size // tp for name, number in channels.items()}
-
-
-def _modules_of(job: ResolvedJob, pp_rank: int) -> tuple[str, ...]:
-    """Return the names of the modules of a pipeline rank, of all of its stages; all modules without a pipeline."""
-    if job.pipeline is None:
-        return job.model.module_names()
-    stages = job.pipeline.stages_of(pp_rank)
-    return tuple(name for stage in stages for name in job.pipeline.stages[stage])
 
 
 def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
@@ -127,27 +119,23 @@ def matrix_sizes(model: ModelArgs, tp: int = 1) -> dict[str, int]:
         tp: The tensor-parallel degree. Sizes are of one tensor-parallel rank; only experts count whole.
     """
     gates = {"gate", "shared_gate", *getattr(getattr(model, "linear", None), "gates", ())}
-    names = dict(weight_shapes(model, tp))
+    shapes = weight_shapes(model, tp)
+    shapes.pop("output", None)
     if (latent := getattr(model, "latent", None)) is not None:
         up = latent.up_projection(model.n_heads) // tp
-        names |= {
-            name.replace("wkv_a", "wkv_b"): (up,) for name in names if name.endswith(".wkv_a")
+        shapes |= {
+            name.replace("wkv_a", "wkv_b"): (up,) for name in shapes if name.endswith(".wkv_a")
         }
-    layers = {name: size for name, size in names.items() if name != "output"}
     return {
-        name: math.prod(size)
-        for name, size in layers.items()
+        name: math.prod(shape)
+        for name, shape in shapes.items()
         if name.rpartition(".")[2] not in gates
     }
 
 
-def _by_module(sizes: dict[str, int]) -> dict[str, int]:
-    """Return the sizes of linear modules, by name, summed over each module that a pipeline can place."""
-    sums = {}
-    for name, size in sizes.items():
-        module = ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
-        sums[module] = sums.get(module, 0) + size
-    return sums
+def _module(name: str) -> str:
+    """Return the name of the module, or of its layer: what a pipeline can place."""
+    return ".".join(name.split(".")[:2]) if name.startswith("layers.") else name
 
 
 def host_memory(job: ResolvedJob) -> int:
@@ -156,11 +144,12 @@ def host_memory(job: ResolvedJob) -> int:
     Args:
         job: The resolved job.
     """
-    stages = layers_of_stages(job.pipeline, job.model)
-    numbers = [len(job.config.activation_checkpoint.offloaded(layers)) for layers in stages]
-    own = [[0]] if job.pipeline is None else map(job.pipeline.stages_of, range(job.degrees.pp))
-    most = max(sum(numbers[stage] for stage in stages_of_rank) for stages_of_rank in own)
+    plan = job.pipeline
     model = job.model
+    stages = layers_of_stages(plan, model)
+    numbers = [len(job.config.activation_checkpoint.offloaded(layers)) for layers in stages]
+    own = [[0]] if plan is None else map(plan.stages_of, range(job.degrees.pp))
+    most = max(sum(numbers[stage] for stage in stages_of_rank) for stages_of_rank in own)
     itemsize = ITEMSIZE[job.compute_dtype]
     token_bytes = model.dim * itemsize
     if job.config.activation_checkpoint.offload == "inputs+attention":  # output and log-sum-exp
@@ -168,7 +157,7 @@ def host_memory(job: ResolvedJob) -> int:
             getattr(model, "value_dim", model.head_dim) * itemsize + max(itemsize, 4)
         )
     # micro-batches that wait for their backward
-    passes = 1 if job.pipeline is None else job.pipeline.micro_batches
-    if passes > 1 and job.pipeline.schedule not in ("GPipe", "LoopedBFS"):
+    passes = 1 if plan is None else plan.micro_batches
+    if passes > 1 and plan.schedule not in ("GPipe", "LoopedBFS"):
         passes = min(passes, job.degrees.pp)
     return passes * job.tokens_of_a_pass * token_bytes * most // job.degrees.tp

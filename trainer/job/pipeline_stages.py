@@ -124,11 +124,11 @@ def pipeline_plan(
     Raises:
         ConfigError: Stages, schedule and micro-batches do not fit together.
     """
-    if parallelism.pipeline_parallel_degree == 1:
+    degree = parallelism.pipeline_parallel_degree
+    if degree == 1:
         return None
     micro_batches = _micro_batches(parallelism, batch_size)
     name = parallelism.pipeline_parallel_schedule
-    degree = parallelism.pipeline_parallel_degree
     schedule = SCHEDULES[name]
     layers = sum(name.startswith("layers.") for name in modules)
     default = schedule.stages_per_rank or (2 if layers >= 2 * degree else 1)
@@ -165,9 +165,9 @@ def pipeline_plan(
 def _micro_batches(parallelism: Parallelism, batch_size: int) -> int:
     size = parallelism.pipeline_parallel_microbatch_size
     if batch_size % size:
-        fitting = ", ".join(map(str, divisors(batch_size)))
         raise ConfigError(
-            f"{_KEY}microbatch_size = {size} must divide training.local_batch_size = {batch_size}; use one of {fitting}"
+            f"{_KEY}microbatch_size = {size} must divide training.local_batch_size = {batch_size}; "
+            f"use one of {', '.join(map(str, divisors(batch_size)))}"
         )
     return batch_size // size
 
@@ -191,10 +191,10 @@ def _check_micro_batches(
         needed = degree
     if needed:
         enough = math.ceil(micro_batches / needed) * needed
-        works = f"a local_batch_size of {enough * (batch_size // micro_batches)}"
         raise ConfigError(
             f"{_KEY}schedule = {parallelism.pipeline_parallel_schedule!r} takes {rule}, and training.local_batch_size "
-            f"= {batch_size} makes {micro_batches} of {batch_size // micro_batches} sequence(s); use {works}, or the "
+            f"= {batch_size} makes {micro_batches} of {batch_size // micro_batches} sequence(s); use a "
+            f"local_batch_size of {enough * (batch_size // micro_batches)}, or the "
             f"schedule {'GPipe' if stages == degree else 'LoopedBFS'!r}"
         )
 
@@ -212,10 +212,8 @@ def _stages(parallelism: Parallelism, modules: Sequence[str], default: int) -> S
         raise ConfigError(
             f"{_KEY}module_fqns and {_KEY}layers_per_stage both say where stages begin; keep one"
         )
-    return _listed(listed, modules) if listed else _divided(parallelism, modules, default)
-
-
-def _listed(listed: Sequence[str], modules: Sequence[str]) -> Stages:
+    if not listed:
+        return _divided(parallelism, modules, default)
     stages = tuple(tuple(name.strip() for name in stage.split(",")) for stage in listed)
     names = [name for stage in stages for name in stage]
     for name in names:
@@ -245,7 +243,6 @@ def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> S
     """
     layers = [name for name in modules if re.fullmatch(r"layers\.\d+", name)]
     first = modules.index(layers[0])
-    last = modules.index(layers[-1]) + 1
     if per_stage := parallelism.pipeline_parallel_layers_per_stage:
         number = -(-(len(layers) + 2) // per_stage)
     if number > len(layers):
@@ -260,15 +257,17 @@ def _divided(parallelism: Parallelism, modules: Sequence[str], number: int) -> S
             f"{parallelism.pipeline_parallel_schedule!r} makes {number} stages, and the model has only "
             f"{len(layers)} layers; use fewer stages ({fewer}), or name each stage's modules in {_KEY}module_fqns"
         )
-    weights = [1 + (stage == 0) + (stage == number - 1) for stage in range(number)]
     counts = [1] * number
+
+    def weight(stage: int) -> int:
+        return counts[stage] + (stage == 0) + (stage == number - 1)
+
     for _ in range(len(layers) - number):
         # Among equally light stages take the last: earlier stages keep the activations of more micro-batches.
-        lightest = min(range(number), key=lambda stage: (weights[stage], -stage))
-        weights[lightest] += 1
+        lightest = min(reversed(range(number)), key=weight)
         counts[lightest] += 1
     edges = [0, *accumulate(counts[1:], initial=first + counts[0])]
-    edges[-1] += len(modules) - last
+    edges[-1] = len(modules)
     return tuple(tuple(modules[a:b]) for a, b in pairwise(edges))
 
 

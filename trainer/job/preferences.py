@@ -31,7 +31,6 @@ class Preferences(Language):
             ConfigError: The reference does not exist, a setting does not work with pairs, or as in `Language`.
         """
         dataset = "training.dataset = 'preferences'"
-        initial = config.checkpoint.initial_load_path
         for key, wrong, remedy in (
             (
                 "training.sequence_chunks",
@@ -50,17 +49,18 @@ class Preferences(Language):
                 raise ConfigError(
                     f"{key} is not handled with {dataset}, whose loss is of whole pairs; {remedy}"
                 )
-        if reference_of(config) == "adapters" and not config.lora.rank:
-            raise ConfigError(
-                "dpo.reference = 'adapters' takes the model without its adapters, and lora.rank = 0 has none; use "
-                "'copy', or set lora.rank"
-            )
-        if reference_of(config) == "adapters" and config.lora.whole:
-            raise ConfigError(
-                f"lora.whole = {list(config.lora.whole)} trains weights of the reference itself, which is the model "
-                "without its adapters; use dpo.reference = 'copy'"
-            )
-        if initial is None:
+        if reference_of(config) == "adapters":
+            if not config.lora.rank:
+                raise ConfigError(
+                    "dpo.reference = 'adapters' takes the model without its adapters, and lora.rank "
+                    "= 0 has none; use 'copy', or set lora.rank"
+                )
+            if config.lora.whole:
+                raise ConfigError(
+                    f"lora.whole = {list(config.lora.whole)} trains weights of the reference itself, "
+                    "which is the model without its adapters; use dpo.reference = 'copy'"
+                )
+        if config.checkpoint.initial_load_path is None:
             raise ConfigError(
                 f"{dataset} needs the weights of a reference model, and random weights are none; name weights with "
                 "checkpoint.initial_load_path, or with model.path"
@@ -82,16 +82,16 @@ class Preferences(Language):
             job: The resolved job.
         """
         dpo = job.config.dpo
-        paragraphs = super().describe(job)
+        paragraphs = dict(super().describe(job))
         where = {
             "adapters": "the model without its adapters",
             "copy": "a frozen copy of the first weights",
         }
-        reference = where[reference_of(job.config)]
-        return {
-            **paragraphs,
-            "loss": f"{dpo.loss} of pairs (DPO), beta {dpo.beta:g}, from {reference}; {paragraphs['loss']}",
-        }
+        paragraphs["loss"] = (
+            f"{dpo.loss} of pairs (DPO), beta {dpo.beta:g}, from {where[reference_of(job.config)]}; "
+            f"{paragraphs['loss']}"
+        )
+        return paragraphs
 
 
 def reference_of(config: JobConfig) -> str:

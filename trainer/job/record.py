@@ -41,12 +41,11 @@ class RankMemory:
 
     def describe(self) -> str:
         """Return the parts of at least a hundredth of the total, each with its size, as words."""
-        named = [
+        return ", ".join(
             f"{name} {size_words(size)}"
             for name, size in asdict(self).items()
             if size >= self.total / 100
-        ]
-        return ", ".join(named)
+        )
 
 
 def size_words(size: float) -> str:

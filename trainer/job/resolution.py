@@ -71,8 +71,7 @@ def resolve(
         ConfigError: All wrong settings of one stage of `STAGES`, a sentence each: the value, the rule, what would work.
     """
     node = node or (GPUS_OF_A_NODE if device_type == "cuda" else world_size)
-    checked = data_checked, weights_checked
-    draft = Draft(config, world_size, device_type, node, missing, *checked)
+    draft = Draft(config, world_size, device_type, node, missing, data_checked, weights_checked)
     for stage in STAGES:
         problems = Problems(missing)
         for step in stage:
@@ -107,16 +106,15 @@ def resolve_model(
     flavor = flavor_args(config.model, folder)
     task = task_of(config)
     if flavor.task != task.name:
-        other = TASKS[flavor.task]
-        name = f"model.name = {config.model.name!r}"
         models = [
             repr(name)
             for name, family in MODELS.items()
             if next(iter(family.flavors.values())).task == task.name
         ]
         raise ConfigError(
-            f"{name} is a model of {other.data}, and training.dataset = {config.training.dataset!r} is {task.data}; "
-            f"use model.name = {' or '.join(models[:2])}, or other data"
+            f"model.name = {config.model.name!r} is a model of {TASKS[flavor.task].data}, and "
+            f"training.dataset = {config.training.dataset!r} is {task.data}; use model.name = "
+            f"{' or '.join(models[:2])}, or other data"
         )
     return task.model(config, flavor, missing)
 
@@ -135,9 +133,13 @@ def on_device(job: ResolvedJob, device_type: str) -> ResolvedJob:
     """
     if device_type == job.device_type:
         return job
-    checked = {"data_checked": True, "weights_checked": True}
     return resolve(
-        job.user_config, job.degrees.world_size, device_type, node=job.node, **checked
+        job.user_config,
+        job.degrees.world_size,
+        device_type,
+        node=job.node,
+        data_checked=True,
+        weights_checked=True,
     )
 
 
@@ -154,8 +156,8 @@ def _bounds(draft: Draft) -> None:
     for name, key in keys_of(type(draft.config)).items():
         value = attrgetter(name)(draft.config)
         if key.bounds is not None and value is not None and not key.bounds.test(value):
-            words = f"{key.bounds.words}, such as {key.works!r}"
-            problems.add(ConfigError(f"{name} = {value!r} must be {words}"))
+            rule = f"{name} = {value!r} must be {key.bounds.words}, such as {key.works!r}"
+            problems.add(ConfigError(rule))
     problems.raise_all()
 
 
@@ -169,9 +171,10 @@ def _model(draft: Draft) -> Draft:
 
 
 def _degrees(draft: Draft) -> Draft:
+    parallelism = draft.config.parallelism
     has_experts = draft.model is not None and experts_of(draft.model) is not None
-    ep = draft.config.parallelism.expert_parallel_degree if has_experts else None
-    degrees = resolve_degrees(draft.config.parallelism, draft.world_size, ep)
+    ep = parallelism.expert_parallel_degree if has_experts else None
+    degrees = resolve_degrees(parallelism, draft.world_size, ep)
     return replace(draft, degrees=degrees)
 
 
@@ -218,10 +221,10 @@ def _tensor_parallel_sizes(draft: Draft) -> None:
     common = math.gcd(*sizes.values())
     for kind, size in sizes.items():
         if size % tp:
-            fitting = map(str, divisors(common))
             raise ConfigError(
                 f"parallelism.tensor_parallel_degree = {tp} must divide the {size} {kind} of model.flavor = "
-                f"{draft.config.model.flavor!r}; degrees that fit this model: {', '.join(fitting)}"
+                f"{draft.config.model.flavor!r}; degrees that fit this model: "
+                f"{', '.join(map(str, divisors(common)))}"
             )
 
 
@@ -253,8 +256,7 @@ def _checkpoint(draft: Draft) -> None:
 
 
 def _decisions(draft: Draft) -> Draft:
-    decide = draft.task.decide
-    decisions = decide(draft.config, draft.model, draft.device_type, node=draft.node)
+    decisions = draft.task.decide(draft.config, draft.model, draft.device_type, node=draft.node)
     return replace(draft, decisions=decisions)
 
 
@@ -272,8 +274,10 @@ def _compilation(draft: Draft) -> Draft:
 def _activation_checkpoint(draft: Draft) -> Draft:
     if draft.compilation is None:
         return draft
-    parts = draft.config, draft.model, draft.compilation, draft.decisions.pipeline
-    return draft.noted(*check_activation_checkpoint(*parts))
+    notes = check_activation_checkpoint(
+        draft.config, draft.model, draft.compilation, draft.decisions.pipeline
+    )
+    return draft.noted(*notes)
 
 
 def _with_windows_of_flavor(config: JobConfig, folder: ModelFolder | None) -> JobConfig:

@@ -73,10 +73,10 @@ def closing(job: ResolvedJob, *, checkpoint: object, program: str) -> str:
 
 
 def _model(job: ResolvedJob) -> str:
-    settings = job.config.model
     model = job.model
     text = (
-        f"{settings.name} {settings.flavor}: {model.n_params():,} parameters, {model.words()}"
+        f"{job.config.model.name} {job.config.model.flavor}: {model.n_params():,} parameters, "
+        f"{model.words()}"
     )
     if adapters := sum(adapter_sizes(job.config, model).values()):
         lora = job.config.lora
@@ -112,15 +112,15 @@ def _step(job: ResolvedJob) -> str:
     training = job.config.training
     sequences = job.sequences_per_step
     tokens = sequences * job.positions
-    position = job.task.positions
-    sample = job.task.sample
-    millions = in_millions(training.steps * tokens)
+    task = job.task
     balanced = ", documents assigned for equal work" * job.balances
     return (
-        f"{tokens:,} {position}: {sequences} {sample}s of {job.positions:,} = {job.micro_batches} micro-batch"
-        f"{'es' * (job.micro_batches > 1)} x {training.local_batch_size} "
-        f"{sample}{'s' * (training.local_batch_size > 1)} x {job.degrees.dp} data-parallel "
-        f"rank{'s' * (job.degrees.dp > 1)}{balanced}; {training.steps:,} steps are {millions} {position}"
+        f"{tokens:,} {task.positions}: {sequences} {task.sample}s of {job.positions:,} = "
+        f"{job.micro_batches} micro-batch{'es' * (job.micro_batches > 1)} x "
+        f"{training.local_batch_size} {task.sample}{'s' * (training.local_batch_size > 1)} x "
+        f"{job.degrees.dp} data-parallel "
+        f"rank{'s' * (job.degrees.dp > 1)}{balanced}; {training.steps:,} steps are "
+        f"{in_millions(training.steps * tokens)} {task.positions}"
     )
 
 
@@ -134,16 +134,13 @@ def _mesh(job: ResolvedJob) -> str:
     shared = "domain" if degrees.domain else "cp"
     whose = f"dp_shard x {shared}" if degrees.dp_shard > 1 and degrees.cp > 1 else shared
     whose = whose if degrees.cp > 1 else "dp_shard"
-    sharded = (
-        f"{whose} = {shards} ranks shard parameters and optimizer (FSDP)" if shards > 1 else ""
-    )
-    copies = (
-        f"{replicas} copies of them (HSDP)"
-        if shards > 1
-        else f"{replicas} copies of the parameters (DDP)"
-    )
-    parts = [part for part in (sharded, copies if replicas > 1 else "") if part]
-    return "; ".join([f"{degrees.text()} = {degrees.world_size} {device}s", *parts])
+    parts = [f"{degrees.text()} = {degrees.world_size} {device}s"]
+    if shards > 1:
+        parts.append(f"{whose} = {shards} ranks shard parameters and optimizer (FSDP)")
+    if replicas > 1:
+        copied = "them (HSDP)" if shards > 1 else "the parameters (DDP)"
+        parts.append(f"{replicas} copies of {copied}")
+    return "; ".join(parts)
 
 
 def _optimizer(job: ResolvedJob) -> str:
@@ -181,8 +178,7 @@ def _optimizer(job: ResolvedJob) -> str:
 
 def _schedule(job: ResolvedJob) -> str:
     settings = job.config.lr_scheduler
-    steps = job.config.training.steps
-    total = settings.length(steps)
+    total = settings.length(job.config.training.steps)
     parts = []
     if settings.warmup_steps:
         parts.append(f"rises over {settings.warmup_steps:,} steps")
@@ -205,15 +201,11 @@ def _validation(job: ResolvedJob) -> str:
 
 def _metrics(job: ResolvedJob) -> str:
     settings = job.config.metrics
-    trackers = [
-        name
-        for name, on in (
-            ("TensorBoard", settings.enable_tensorboard),
-            ("Weights & Biases", settings.enable_wandb),
-        )
-        if on
-    ]
-    places = " and ".join(["metrics.jsonl", *trackers])
+    places = (
+        "metrics.jsonl"
+        + " and TensorBoard" * settings.enable_tensorboard
+        + " and Weights & Biases" * settings.enable_wandb
+    )
     return (
         f"every {settings.log_freq:,} steps to {places}"
         if settings.log_freq > 1
@@ -273,11 +265,7 @@ def _compiled(job: ResolvedJob) -> str:
     compilation = job.compilation
     if not compilation.any:
         return "nothing (compile.enable = false)"
-    parts = [
-        name
-        for name, on in (("each layer", compilation.model), ("the loss", compilation.loss))
-        if on
-    ]
+    parts = ["each layer"] * compilation.model + ["the loss"] * compilation.loss
     return f"{' and '.join(parts)}, by {compilation.backend}; the first step takes minutes"
 
 

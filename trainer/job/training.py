@@ -27,7 +27,6 @@ def check_schedule(config: JobConfig) -> None:
     steps = last - start
     total_key = "lr_scheduler.total_steps"
     total = schedule.length(last)
-    after = " less lr_scheduler.restart_step" * (start > 0)
     if start and min(steps, total) < 1:
         raise ConfigError(
             f"lr_scheduler.restart_step = {start} leaves the schedule no step of training.steps = "
@@ -37,24 +36,19 @@ def check_schedule(config: JobConfig) -> None:
         if schedule.warmup_steps >= steps:
             return  # a few steps of a longer schedule, all in the warm-up
         total_key = "training.steps"
-    total_key += after
+    total_key += " less lr_scheduler.restart_step" * (start > 0)
     if schedule.warmup_steps > total:
         raise ConfigError(
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps} must not be more than {total_key} = {total}; "
             f"lower it to {total // 10}, say, or raise the total"
         )
-    decay = (
-        total - schedule.warmup_steps
-        if schedule.decay_ratio is None
-        else round(schedule.decay_ratio * total)
-    )
-    if schedule.warmup_steps + decay > total:
+    if round((schedule.decay_ratio or 0) * total) > total - schedule.warmup_steps:
         raise ConfigError(
             f"lr_scheduler.decay_ratio = {schedule.decay_ratio} of {total_key} = {total} begins before the end of "
             f"lr_scheduler.warmup_steps = {schedule.warmup_steps}; use a ratio of at most "
             f"{math.floor(100 * (total - schedule.warmup_steps) / total) / 100}"
         )
-    if total < steps and decay and schedule.min_lr_factor == 0:
+    if total < steps and schedule.decay_steps(total) and schedule.min_lr_factor == 0:
         raise ConfigError(
             f"lr_scheduler.total_steps = {schedule.total_steps} leaves a learning rate of 0 for the rest of "
             f"training.steps = {last}; use at least {config.training.steps}, or an "

@@ -147,7 +147,7 @@ class Attention(Branch):
         args: Numbers of heads, and the optional parts.
         norms: The model's norms. Queries and keys have an RMSNorm with this epsilon and offset; heads share its
             weights.
-        rotate: `apply_rope`, or a function with the same arguments, (B, S, H, D) and a table.
+        rotate: `apply_rope`, or a function with the same arguments: (B, S, H, D), and a table of S positions or more.
         branches: Residual branches of the model, see `initialization.draw`.
     """
 
@@ -168,7 +168,7 @@ class Attention(Branch):
         self.rotate = None if args.rope_theta == 0 else rotate
         self.branches = branches
         queries, keys = args.sizes
-        self.wq = nn.Linear(dim, queries * (2 if args.gate else 1), bias=args.bias)
+        self.wq = nn.Linear(dim, queries * (1 + args.gate), bias=args.bias)
         self.wk = nn.Linear(dim, keys, bias=args.bias)
         self.wv = None if args.keys_are_values else nn.Linear(dim, keys, bias=args.bias)
         self.wo = nn.Linear(queries, dim, bias=args.output_bias)
@@ -206,7 +206,8 @@ class Attention(Branch):
             positions: (B, S), positions within packed documents, for the short convolution.
             **adapter_inputs: Passed to the linear modules, see `transforms/lora.py`.
         """
-        q, k = (w(x, **adapter_inputs) for w in (self.wq, self.wk))
+        q = self.wq(x, **adapter_inputs)
+        k = self.wk(x, **adapter_inputs)
         v = k if self.wv is None else self.wv(x, **adapter_inputs)
         if self.args.gate:
             q, gate = (
@@ -225,7 +226,6 @@ class Attention(Branch):
         if self.args.value_norm:
             v = F.rms_norm(v, (self.head_dim,), eps=self.eps)
         if self.rotate is not None:
-            freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
             # one after the other, and under the same names: so the unrotated tensors are freed early
             q = self.rotate(q, freqs_cis)
             k = self.rotate(k, freqs_cis)
@@ -239,7 +239,7 @@ class Attention(Branch):
         self, q: Tensor, k: Tensor, v: Tensor, attention_plan: Tensor | None
     ) -> Tensor:
         """Return the output of all heads, (B, S, H * D). q: (B, H, S, D). k, v: (B, K, S, D)."""
-        sinks = self.sinks() if self.sinks is not None else None
+        sinks = self.sinks and self.sinks()
         out = self.inner_attention.run(
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
         )
@@ -251,9 +251,8 @@ class Attention(Branch):
         A parameter with several matrices has one number for each of them.
         """
         size = self.head_dim
-        queries = [size, size] if self.args.gate else [size]
         others = {f"{name}.weight": [size] for name in self._keys_and_values()}
-        return {"wq.weight": queries, **others}
+        return {"wq.weight": [size] * (1 + self.args.gate), **others}
 
     def _keys_and_values(self) -> list[str]:
         """Return the modules that make keys and values."""
@@ -306,7 +305,7 @@ class SharedKeysAttention(Attention):
     """
 
     def __init__(
-        self, dim: int, args: SharedKeysArgs, norms: NormArgs, *, branches: int = 1
+        self, dim: int, args: SharedKeysArgs, norms: NormArgs, *, branches: int
     ) -> None:
         super().__init__(dim, args, norms, branches=branches)
         self.wk = self.wv = self.k_norm = None
@@ -334,6 +333,6 @@ class SharedKeysAttention(Attention):
         q = self.wq(x, **adapter_inputs).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
         q = q if self.q_norm is None else self.q_norm(q)
         if self.rotate is not None:
-            q = self.rotate(q, freqs_cis.narrow(-3, 0, q.shape[1]))
+            q = self.rotate(q, freqs_cis)
         out = self._attended(q.transpose(1, 2), *keys, attention_plan)
         return self.wo(out, **adapter_inputs)

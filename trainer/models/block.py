@@ -6,7 +6,7 @@ r"""The layers of a decoder: a mixer with its feed-forward network, and layers t
 Each norm is optional. A mixer is attention or linear attention. A third branch may follow, with the layer's own input.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -78,10 +78,11 @@ class TransformerBlock(nn.Module):
         super().__init__()
         record = args.layer(layer)
         norms = record.norms
-        build = MIXERS[type(record.mixer)]
         norm = partial(build_norm, norms, args.dim)
         self.attention_norm = norm() if norms.before else None
-        self.attention = build(args.dim, record.mixer, norms, branches=2 * args.n_layers)
+        self.attention = MIXERS[type(record.mixer)](
+            args.dim, record.mixer, norms, branches=2 * args.n_layers
+        )
         self.attention_post_norm = norm() if norms.after else None
         self.ffn_norm = norm() if norms.before else None
         self.feed_forward = build_feed_forward(args, record.feed_forward)
@@ -127,32 +128,23 @@ class TransformerBlock(nn.Module):
         shared = adapter_inputs if keys is None else {**adapter_inputs, "keys": keys}
         out = self.with_attention(x, freqs_cis, attention_plan, positions, **shared)
         x, *own_keys = out if self.gives_keys else (out,)
-        x = self._with_network(x, positions, adapter_inputs)
+        if self.has_experts:
+            x = self.with_experts(x, positions)
+        else:
+            # With sequence parallelism x has this rank's tokens, and the network sees all tokens: (B, S / tp, tp).
+            tokens = x.shape[1]
+            rows = [
+                n.unflatten(1, (n.shape[1] // max(tokens, 1), tokens)).mT
+                for n in adapter_inputs.values()
+            ]
+            parts = self.ffn_norm, self.feed_forward, self.ffn_post_norm
+            modules = [part for part in parts if part is not None]
+            x = in_tiles(self.with_feed_forward, [x, *rows], self.tiles, modules)
         if layer_input is not None:
             own = gated(self.activation, self.input_gate(x), layer_input)
             x = self._with_branch(x, self.input_projection(own), self.input_norm)
         x = x if self.layer_scalar is None else x * self.layer_scalar.to(x.dtype)
         return (x, *own_keys) if own_keys else x
-
-    def _with_network(
-        self, x: Tensor, positions: Tensor | None, adapter_inputs: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Return x plus the output of the experts, or of the feed-forward network in tiles, (B, S, dim)."""
-        if self.has_experts:
-            return self.with_experts(x, positions)
-        # With sequence parallelism x has this rank's tokens, and the network sees all tokens: (B, S / tp, tp).
-        tokens = x.shape[1]
-        rows = [
-            n.unflatten(1, (n.shape[1] // max(tokens, 1), tokens)).mT
-            for n in adapter_inputs.values()
-        ]
-        parts = self.ffn_norm, self.feed_forward, self.ffn_post_norm
-        return in_tiles(
-            self.with_feed_forward,
-            [x, *rows],
-            self.tiles,
-            [part for part in parts if part is not None],
-        )
 
     def with_attention(
         self,

@@ -48,10 +48,11 @@ class Chunks:
     factors: tuple[float, ...] = (1.0,)
     """Factors of the gradients: the tokens are divided into len(factors) equal parts, one after another."""
 
-    def of(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """Return the rows of each chunk, as views, in the order of the tokens.
+    def with_factors(self, *tensors: Tensor) -> list[tuple[float, tuple[Tensor, ...]]]:
+        """Return the chunks in the order of the tokens, each as (factor of its part, rows), see `factors`.
 
-        The tokens are divided into len(factors) equal parts, and each part into the same number of chunks.
+        The tokens are divided into len(factors) equal parts, and each part into the same number of chunks. The rows are
+        views.
 
         Args:
             *tensors: They have a row for each token, (tokens, ...).
@@ -62,23 +63,10 @@ class Chunks:
             [rows for part in x.tensor_split(parts) for rows in part.tensor_split(number)]
             for x in tensors
         ]
-        chunks = list(zip(*split, strict=True))
         if self.functions.compiled:
-            rows_vary(*chain(*chunks))  # their numbers of rows differ by one
-        return chunks
-
-    def with_factors(self, *tensors: Tensor) -> list[tuple[float, tuple[Tensor, ...]]]:
-        """Return the chunks of `of`, each as (factor of its part, rows), see `factors`.
-
-        Args:
-            *tensors: They have a row for each token, (tokens, ...).
-        """
-        chunks = self.of(*tensors)
-        chunks_per_part = len(chunks) // len(self.factors)
-        return [
-            (self.factors[number // chunks_per_part], rows)
-            for number, rows in enumerate(chunks)
-        ]
+            rows_vary(*chain(*split))  # the numbers of rows of chunks differ by one
+        chunks = zip(*split, strict=True)
+        return [(self.factors[i // number], rows) for i, rows in enumerate(chunks)]
 
     def place(self, weight: Tensor) -> Place:
         """Return how the logits of a chunk are made.
@@ -232,7 +220,7 @@ class _TokenLosses(torch.autograd.Function):
             place = chunks.place(weight)
             pieces += [
                 chunks.functions.statistics(h, weight, y, place)
-                for h, y in chunks.of(hidden, labels)
+                for _, (h, y) in chunks.with_factors(hidden, labels)
             ]
         lse, label_logit = (torch.cat(column) for column in zip(*pieces, strict=True))
         if chunks.over is not None:

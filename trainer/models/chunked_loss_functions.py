@@ -60,7 +60,7 @@ def chunk_gradient(
     lse: Tensor,
     grad: Tensor,
     place: Place,
-    z_loss: float = 0.0,
+    z_loss: float,
 ) -> Tensor:
     """Return the gradient of the logits of these rows, (T, rows), in the model's dtype.
 
@@ -88,7 +88,7 @@ def chunk_gradient(
 
 
 def chunk_at_once(
-    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float, z_loss: float = 0.0
+    hidden: Tensor, weight: Tensor, labels: Tensor, softcap: float, z_loss: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the statistics of a chunk, and softmax - one-hot, (T, vocab), in the model's dtype.
 

@@ -9,7 +9,6 @@ Llama 3 is arXiv 2407.21783, Qwen3 2505.09388, Qwen2 2407.10671, Mistral 2310.06
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
 import torch
@@ -72,12 +71,15 @@ class Transformer(nn.Module):
         super().__init__()
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        numbers = all_layers(args)
+        further = numbers[args.n_layers :]
         # A dictionary keeps the names of layers when a pipeline stage removes some layers.
-        kinds = {
-            i: TransformerBlock if i < args.n_layers else FurtherTokenLayer
-            for i in all_layers(args)
-        }
-        self.layers = nn.ModuleDict({str(i): kind(args, i) for i, kind in kinds.items()})
+        self.layers = nn.ModuleDict(
+            {
+                str(i): (FurtherTokenLayer if i in further else TransformerBlock)(args, i)
+                for i in numbers
+            }
+        )
         self.layer_embeddings = self.layer_projection = self.layer_projection_norm = None
         if args.per_layer_dim:
             self.layer_embeddings = nn.Embedding(args.vocab_size, args.layer_channels)
@@ -85,18 +87,15 @@ class Transformer(nn.Module):
             self.layer_projection_norm = build_norm(args.norms, args.per_layer_dim)
         self.key_sources = key_sources(args.kinds)
         self.norm = build_norm(args.norms, args.dim)
-        further = all_layers(args)[args.n_layers :]
         self.mtp_norms = nn.ModuleDict({str(i): deepcopy(self.norm) for i in further})
         cap = args.logits_softcap
-        kind = (
-            partial(nn.Linear, bias=False)
-            if cap is None
-            else partial(CappedOutput, softcap=cap)
+        sizes = args.dim, args.vocab_size
+        self.output = (
+            nn.Linear(*sizes, bias=False) if cap is None else CappedOutput(*sizes, cap)
         )
-        self.output = kind(args.dim, args.vocab_size)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        own = {theta for i in all_layers(args) if (theta := args.layer(i).mixer.rope_theta)}
+        own = {theta for i in numbers if (theta := args.layer(i).mixer.rope_theta)}
         self.thetas = None, *sorted(own)
         for theta in self.thetas:
             pairs = sum(args.rotary_sizes(theta)) // 2
@@ -126,9 +125,9 @@ class Transformer(nn.Module):
         tables = self._freqs_cis(tokens, positions, attention_plan)
         x = tokens
         embedded = ()
-        if next_tokens is not None and self.tok_embeddings is not None:
-            x = torch.cat([tokens, *next_tokens.unbind(-1)])
         if self.tok_embeddings is not None:
+            if next_tokens is not None:
+                x = torch.cat([tokens, *next_tokens.unbind(-1)])
             x = _scaled(self.tok_embeddings(x), self.args.embedding_scale)
         if next_tokens is not None:
             x, *embedded = x.chunk(1 + next_tokens.shape[-1])
@@ -144,9 +143,9 @@ class Transformer(nn.Module):
                 x, *keys_of[int(number)] = x
             return x
 
-        before_norm = [number for number in self.layers if int(number) < self.args.n_layers]
-        for number in before_norm:
-            x = through(number, x)
+        for number in self.layers:
+            if int(number) < self.args.n_layers:
+                x = through(number, x)
         if self.norm is None:
             # A stage with only the output returns its input; torch 2.11 finds no gradient for it, so return a view.
             x = x if len(self.layers) or self.tok_embeddings is not None else x.view_as(x)

@@ -139,9 +139,15 @@ class Experts(nn.Module):
         if not getattr(self, "adapters_on", True):
             parameters = {name: p for name, p in parameters.items() if not is_adapter(name)}
         experts = ExpertWeights(**parameters)
-        how = {"activation": self.activation, "scale": self.adapter_scale}
-        sizes = self.routing.pairs if sizes is None else sizes
-        return expert_sums(x, chosen, weights, experts, **how, sizes=sizes)
+        return expert_sums(
+            x,
+            chosen,
+            weights,
+            experts,
+            activation=self.activation,
+            scale=self.adapter_scale,
+            sizes=self.routing.pairs if sizes is None else sizes,
+        )
 
 
 def expert_sums(

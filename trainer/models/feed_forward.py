@@ -105,11 +105,10 @@ class FeedForward(Branch):
 
     def tensor_parallel_styles(self) -> Styles:
         """Return how tensor-parallel ranks divide the channels, by names of modules."""
-        whole = PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        )
         return {
-            "": whole,
+            "": PrepareModuleInput(
+                input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+            ),
             "w1": ColwiseParallel(),
             "w2": RowwiseParallel(output_layouts=Shard(1)),
             "w3": ColwiseParallel(),

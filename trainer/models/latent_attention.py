@@ -62,7 +62,7 @@ class LatentAttention(Branch):
     """
 
     def __init__(
-        self, dim: int, args: LatentAttentionArgs, norms: NormArgs, *, branches: int = 1
+        self, dim: int, args: LatentAttentionArgs, norms: NormArgs, *, branches: int
     ) -> None:
         super().__init__()
         self.args = args
@@ -115,7 +115,6 @@ class LatentAttention(Branch):
         # (B, S, 1, W)
         latent = self.gathered(torch.cat((self.kv_a_norm(compressed), shared), -1)).unsqueeze(2)
         if self.args.rope_theta != 0:
-            freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
             q, latent = (
                 torch.cat((kept, apply_rope(rotated, freqs_cis)), -1)
                 for kept, rotated in (
@@ -128,8 +127,7 @@ class LatentAttention(Branch):
         latent = latent.transpose(1, 2)
         up = self.wkv_b().unflatten(0, (-1, args.nope_dim + args.value_dim))
         settings = {"scale": self.args.scale, "plan": attention_plan, "up": up}
-        inputs = IndexerInputs(x, queried, freqs_cis, positions)
-        out = self.attend(q, latent, settings, inputs)
+        out = self.attend(q, latent, settings, IndexerInputs(x, queried, freqs_cis, positions))
         return self.wo(out.transpose(1, 2).flatten(2), **adapter_inputs)
 
     def attend(
@@ -165,11 +163,13 @@ class LatentAttention(Branch):
         A rank makes the latents of its own tokens, (B, S / tp, ...). Then the ranks gather all latents, and each rank
         computes its own heads.
         """
-        token_modules = ("wq_a", "q_a_norm", "wkv_a", "kv_a_norm")
-        styles = tokens_divided(token_modules)
-        styles |= {name: ColwiseParallel(input_layouts=Shard(1)) for name in ("wq", "wq_b")}
-        styles |= {"gathered": GATHERED, "wkv_b": LOCAL_PARAMETER}
-        styles["wo"] = RowwiseParallel(output_layouts=Shard(1))
+        styles = tokens_divided(("wq_a", "q_a_norm", "wkv_a", "kv_a_norm")) | {
+            "wq": ColwiseParallel(input_layouts=Shard(1)),
+            "wq_b": ColwiseParallel(input_layouts=Shard(1)),
+            "gathered": GATHERED,
+            "wkv_b": LOCAL_PARAMETER,
+            "wo": RowwiseParallel(output_layouts=Shard(1)),
+        }
         return {name: style for name, style in styles.items() if hasattr(self, name)}
 
     def context_parallel_styles(self, options: ContextParallelOptions, ranks: int) -> Styles:

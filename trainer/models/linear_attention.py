@@ -119,9 +119,7 @@ class LinearAttention(Branch):
     norm_style: ParallelStyle = SequenceParallel(sequence_dim=2, use_local_output=True)
     """Tensor-parallel style of the norm, whose input is (B, S, H, D)."""
 
-    def __init__(
-        self, dim: int, args: LinearArgs, norms: NormArgs, *, branches: int = 1
-    ) -> None:
+    def __init__(self, dim: int, args: LinearArgs, norms: NormArgs, *, branches: int) -> None:
         super().__init__()
         self.args = args
         self.branches = branches
@@ -260,8 +258,9 @@ class GatedDeltaNet(LinearAttention):
         return [part.flatten(2) for part in (*heads.split(sizes, -1), *gates)]
 
     def _rows_of_key_head(self) -> list[int]:
-        values = self.args.value_heads // self.args.key_heads * self.args.value_dim
-        return [self.args.key_dim, self.args.key_dim, values, values]
+        args = self.args
+        values = args.value_heads // args.key_heads * args.value_dim
+        return [args.key_dim, args.key_dim, values, values]
 
     def rows_of_heads(self) -> dict[str, list[int]]:
         """Return the rows of one head in each divided parameter, by name of the parameter.
@@ -369,9 +368,10 @@ class Mamba2(LinearAttention):
 
     def _normed(self, x: Tensor) -> Tensor:
         """Return x normed over all channels of a group, (B, S, H * head_dim)."""
-        if self.args.groups == 1:
+        args = self.args
+        if args.groups == 1:
             return self.norm(x)
-        size = self.args.heads * self.args.head_dim // self.args.groups
+        size = args.heads * args.head_dim // args.groups
         return (
             F.rms_norm(x.unflatten(-1, (-1, size)), (size,), eps=self.norm_eps).flatten(2)
             * self.norm()

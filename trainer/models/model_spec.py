@@ -122,12 +122,9 @@ def model_spec(name: str) -> ModelSpec:
     """
     there = MODELS[name].hugging_face
     spec = importlib.import_module(MODELS[name].spec).SPEC
-    is_decoder = isinstance(there, HFDecoder)
-    return (
-        replace(spec, state_dict_adapter=there.tensor, hf_unread=there.unread)
-        if is_decoder
-        else spec
-    )
+    if isinstance(there, HFDecoder):
+        spec = replace(spec, state_dict_adapter=there.tensor, hf_unread=there.unread)
+    return spec
 
 
 def hf_model(spec: ModelSpec, args: Any) -> HFModel:
@@ -150,14 +147,15 @@ def hf_model(spec: ModelSpec, args: Any) -> HFModel:
     for name, x in state.items():
         names.setdefault(x, []).append(name)
     pairs = {}
+    places = {}
     second_names = {}
     for x, (first, *others) in names.items():
         if (there := spec.state_dict_adapter(args, first)) is not None:
             pairs[first] = x, there
+            places.setdefault(there.names[0], len(places))
             second_names |= {
                 spec.state_dict_adapter(args, other).name: there.name for other in others
             }
-    places = {hf.names[0]: number for number, (_, hf) in reversed([*enumerate(pairs.values())])}
     in_order = sorted(
         pairs.items(), key=lambda item: (places[item[1][1].names[0]], item[1][1].first_row)
     )

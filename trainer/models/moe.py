@@ -93,8 +93,7 @@ class Router(nn.Module):
         self.gate = Gate(dim, args.number, bias=args.biases)
         self.auxiliary = AuxiliaryLoss()
         for name in ("load", "mean_load", "selection_bias"):
-            shares = torch.empty(args.number)
-            self.register_buffer(name, shares, persistent=name != "mean_load")
+            self.register_buffer(name, torch.empty(args.number), persistent=name != "mean_load")
         self.register_buffer(
             "count", torch.empty(args.number, dtype=torch.int64), persistent=False
         )
@@ -114,7 +113,16 @@ class Router(nn.Module):
         """
         logits = self.gate(x)
         chosen = self._chosen(logits.detach())
-        weights = self._weights(logits, chosen)
+        args = self.args
+        if args.sigmoid:
+            weights = logits.sigmoid().gather(1, chosen)
+            if args.normalise:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        elif args.normalise:
+            weights = logits.gather(1, chosen).softmax(-1)
+        else:
+            weights = logits.softmax(-1).gather(1, chosen)
+        weights = weights if args.scale == 1 else weights * args.scale
         if torch.is_grad_enabled():
             counted = (
                 torch.ones_like(chosen)
@@ -157,20 +165,6 @@ class Router(nn.Module):
             scores = by_group.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
         return scores.topk(self.per_token, dim=-1).indices
 
-    def _weights(self, logits: Tensor, chosen: Tensor) -> Tensor:
-        """Return the weights of the chosen experts: (N, k)."""
-        args = self.args
-        if args.sigmoid:
-            weights = logits.sigmoid().gather(1, chosen)
-            weights = (
-                weights / (weights.sum(-1, keepdim=True) + 1e-20) if args.normalise else weights
-            )
-        elif args.normalise:
-            weights = logits.gather(1, chosen).softmax(-1)
-        else:
-            weights = logits.softmax(-1).gather(1, chosen)
-        return weights if args.scale == 1 else weights * args.scale
-
     def init_buffers(self, device: torch.device) -> None:
         """Set equal loads, no bias and no counts. Loads and bias are in float32 or wider, counts are int64.
 
@@ -180,8 +174,8 @@ class Router(nn.Module):
         dtype = wide_type(self.gate.weight.dtype)
         self.load = torch.full((self.number,), 1 / self.number, dtype=dtype, device=device)
         self.mean_load = self.load.clone()
-        self.selection_bias = torch.zeros(self.number, dtype=dtype, device=device)
-        self.count = torch.zeros(self.number, dtype=torch.int64, device=device)
+        self.selection_bias = torch.zeros_like(self.load)
+        self.count = torch.zeros_like(self.load, dtype=torch.int64)
 
 
 class MoE(nn.Module):

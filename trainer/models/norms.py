@@ -23,8 +23,9 @@ def build_norm(norms: NormArgs, dim: int) -> nn.Module:
     """
     if norms.kind == "rmsnorm":
         return build_rms_norm(norms, dim)
-    has_weight = norms.kind == "layernorm"
-    return nn.LayerNorm(dim, eps=norms.eps, elementwise_affine=has_weight, bias=False)
+    return nn.LayerNorm(
+        dim, norms.eps, elementwise_affine=norms.kind == "layernorm", bias=False
+    )
 
 
 def build_rms_norm(norms: NormArgs, dim: int) -> nn.RMSNorm:

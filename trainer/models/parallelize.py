@@ -76,13 +76,27 @@ def parallelize_decoder(model: nn.Module, dims: ParallelDims, job: ResolvedJob) 
             parallelize_module(block.attention, dims["cp"], styles)
     _chunked_loss(model, job)  # 6. replaces the forward of the output
     _tiles(model, job)  # 7. parts of the sequence, each computed with the modules so far
-    apart = _compiled_apart(model, job)
+    apart = {}
+    if job.compilation.model:  # blocks with experts or tiles are compiled method by method
+        blocks = _experts(model) if job.mlp_tiles == 1 else model.layers.values()
+        apart = {block: block.compiled_methods() for block in blocks}
     # 8. recomputes whole blocks, or their compiled methods
-    _activation_checkpoint(model, job, apart)
+    settings = job.config.activation_checkpoint
+    numbered = model.layers.items()
+    recomputed = {
+        number: block
+        for number, block in numbered
+        if block in apart or not job.compilation.recomputes_every
+    }
+    apply_activation_checkpoint(recomputed, settings, apart)
     embedding = model.tok_embeddings if dims.size("tp") > 1 else None
     # 9. compiles the recomputation, too
     apply_compile(model.layers, job.compilation, embedding=embedding, apart=apart)
-    _offload(model, dims, job)  # 10. keeps the inputs of the blocks in host memory
+    # 10. keeps the inputs of the blocks in host memory
+    before_norm = {
+        number: block for number, block in numbered if int(number) < model.args.n_layers
+    }
+    apply_offload(before_norm, settings, job.device_type, dims.machine)
     _data_parallel(model, dims, job)  # 11. wraps the final blocks
 
 
@@ -150,40 +164,6 @@ def _tiles(model: nn.Module, job: ResolvedJob) -> None:
             experts_in_tiles(experts[block], job.mlp_tiles)
         else:
             compute_in_tiles(block, job.mlp_tiles)
-
-
-def _compiled_apart(
-    model: nn.Module, job: ResolvedJob
-) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
-    """Return the blocks that are not compiled as a whole, with the methods to compile.
-
-    These are the blocks with experts, or with tiles. Empty if the model is not compiled.
-    """
-    if not job.compilation.model:
-        return {}
-    blocks = _experts(model) if job.mlp_tiles == 1 else model.layers.values()
-    return {block: block.compiled_methods() for block in blocks}
-
-
-def _activation_checkpoint(
-    model: nn.Module, job: ResolvedJob, apart: Collection[nn.Module]
-) -> None:
-    others = {
-        number: block
-        for number, block in model.layers.items()
-        if block in apart or not job.compilation.recomputes_every
-    }
-    apply_activation_checkpoint(others, job.config.activation_checkpoint, apart)
-
-
-def _offload(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:
-    before_norm = {
-        number: block
-        for number, block in model.layers.items()
-        if int(number) < model.args.n_layers
-    }
-    settings = job.config.activation_checkpoint
-    apply_offload(before_norm, settings, job.device_type, dims.machine)
 
 
 def _data_parallel(model: nn.Module, dims: ParallelDims, job: ResolvedJob) -> None:

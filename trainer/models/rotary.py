@@ -31,40 +31,33 @@ def rope_frequencies(
         unrotated: Channels after the rotated ones; their angles are 0.
         longest: Tokens of the longest sequence that the model is for. LongRoPE chooses its factors by it.
     """
-    return F.pad(_scaled_frequencies(head_dim, theta, scaling, longest), (0, unrotated // 2))
-
-
-def _scaled_frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | None, longest: int
-) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     frequencies = theta**-exponents
-    if scaling is None:
-        return frequencies
-    if scaling.kind == "proportional":
+    kind = None if scaling is None else scaling.kind
+    if kind == "proportional":
         frequencies[int(scaling.share * head_dim // 2) :] = 0.0
-    if scaling.kind in ("linear", "proportional"):
-        return frequencies / scaling.factor
-    if scaling.kind == "longrope":
+    if kind in ("linear", "proportional"):
+        frequencies = frequencies / scaling.factor
+    elif kind == "longrope":
         factors = (
             scaling.long_factors
             if longest > scaling.original_max_seq_len
             else scaling.short_factors
         )
-        return frequencies / torch.tensor(factors, dtype=torch.float64, device="cpu")
-    # High frequencies are kept, low ones divided by the factor, with a linear ramp between.
-    if scaling.kind == "llama3":
-        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
-        ramp = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-    else:
-        first, last = _yarn_pairs(head_dim, theta, scaling)
-        ramp = (last - torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")) / (
-            last - first
-        )
-    keep = ramp.clamp(0.0, 1.0)
-    return frequencies * (keep + (1.0 - keep) / scaling.factor)
+        frequencies = frequencies / torch.tensor(factors, dtype=torch.float64, device="cpu")
+    elif scaling is not None:
+        # High frequencies are kept, low ones divided by the factor, with a linear ramp between.
+        if kind == "llama3":
+            turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)
+            low = scaling.low_freq_factor
+            ramp = (turns - low) / (scaling.high_freq_factor - low)
+        else:
+            first, last = _yarn_pairs(head_dim, theta, scaling)
+            pairs = torch.arange(head_dim // 2, dtype=torch.float64, device="cpu")
+            ramp = (last - pairs) / (last - first)
+        keep = ramp.clamp(0.0, 1.0)
+        frequencies = frequencies * (keep + (1.0 - keep) / scaling.factor)
+    return F.pad(frequencies, (0, unrotated // 2))
 
 
 def _yarn_pairs(head_dim: int, theta: float, scaling: RopeScaling) -> tuple[float, float]:
@@ -147,7 +140,7 @@ def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
     Args:
         x: (B, S, H, D).
-        freqs_cis: Cosines and sines, (S, D / 2, 2), or for each row (B, S, D / 2, 2).
+        freqs_cis: Cosines and sines, (S, D / 2, 2), or for each row (B, S, D / 2, 2). Further positions are not used.
 
     Returns:
         (B, S, H, D), with the dtype of x.
@@ -169,6 +162,7 @@ def apply_rope_to_halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, freqs_cis: Tensor, rotate: Callable[..., Tensor]) -> Tensor:
+    freqs_cis = freqs_cis.narrow(-3, 0, x.shape[1])
     if torch.compiler.is_compiling():
         return rotate(x, freqs_cis).type_as(x)
     return _Rotation.apply(x, freqs_cis, rotate)

@@ -44,9 +44,8 @@ def in_tiles(
     """
     if tiles == 1:
         return compute(*inputs)
-    inputs = [local_part(x) for x in inputs]
     saved = []
-    inputs = _Save.apply(saved, torch.empty(0, requires_grad=True), *inputs)
+    inputs = _Save.apply(saved, torch.empty(0, requires_grad=True), *map(local_part, inputs))
     return _Tiles.apply(
         compute, (tiles, dim), modules, saved.pop(), len(inputs), *inputs, *_trained(modules)
     )

@@ -46,8 +46,7 @@ def own_batches(
     for first in sequences:
         together = [first, *islice(sequences, rows * degree - 1)]
         local_sequences = together[rank::degree]
-        filling = [first] * (rows - len(local_sequences))
-        arrays = arrays_of(local_sequences + filling)
+        arrays = arrays_of(local_sequences + [first] * (rows - len(local_sequences)))
         arrays["labels"][len(local_sequences) :] = IGNORE_INDEX
         yield list(range(first_number + rank, first_number + len(together), degree)), arrays
         first_number += len(together)

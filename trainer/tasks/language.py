@@ -55,42 +55,50 @@ class LanguageTask:
     """Entries of a batch that ranks compute with; each is optional."""
 
     def __init__(self, job: ResolvedJob, dims: ParallelDims) -> None:
+        training = job.config.training
+        model = job.config.model
         self.job = job
         self.config = job.config
         self.dims = dims
         self._device = torch.device(job.device_type)
-        self.spec = model_spec(job.config.model.name)
+        self.spec = model_spec(model.name)
         self.methods_reported: set[str] = set()
         rows = compiled_loss(row_losses, job.compilation)
-        if job.config.training.z_loss and job.task.sums_losses:
-            rows = partial(rows, z_loss=job.config.training.z_loss)
+        if training.z_loss and job.task.sums_losses:
+            rows = partial(rows, z_loss=training.z_loss)
         self.token_losses = partial(token_losses, rows=rows)
         self.further: FurtherTokens | None = None
-        if job.config.model.mtp_layers:
-            self.further = FurtherTokens(
-                job.config.model.mtp_layers, job.config.training.mtp_loss_weight, dims
-            )
+        if model.mtp_layers:
+            self.further = FurtherTokens(model.mtp_layers, training.mtp_loss_weight, dims)
         self.keep_rows: Callable[[Tensor], KeptTensor] = OnDevice
         """Keeps the keys and values of a chunk until a later chunk needs them: on the device or in host memory."""
-        if job.config.training.sequence_chunks_offload:
-            inputs = HostInputs(
-                CopyStream(
-                    job.device_type, "training.sequence_chunks_offload = true", dims.machine
-                )
-            )
+        if training.sequence_chunks_offload:
+            reason = "training.sequence_chunks_offload = true"
+            inputs = HostInputs(CopyStream(job.device_type, reason, dims.machine))
             self.keep_rows = partial(inputs.keep, is_first=True, to_host=True)
 
     def build_loader(self) -> BatchLoader:
         """Return the loader of this rank's share of the data. A collective over all ranks."""
-        how = {"plan": self.batch_planner}
-        if self.job.balances:
-            group = self.dims.host_group(
-                "dp", timedelta(seconds=self.config.comm.init_timeout_seconds)
-            )
-            how = {
-                "exchange": BalancedBatches(self._balanced_step(), group, self.batch_planner)
-            }
-        return raise_on_all_ranks(lambda: self.open_loader(**how))
+        if not self.job.balances:
+            return raise_on_all_ranks(lambda: self.open_loader(plan=self.batch_planner))
+        training = self.config.training
+        cp = self.dims.size("cp")
+        tp = self.dims.size("tp")
+        # float8 needs rows in multiples of 16 on each rank; use the largest such multiple that divides the sequence
+        multiple_of = gcd(training.seq_len, 16 * cp * tp)
+        most = int(training.local_batch_size * training.seq_len * BALANCE_GROWTH)
+        step = Step(
+            micro_batches=self.job.micro_batches,
+            multiple_of=multiple_of,
+            least=cp * tp * self.job.chunks,
+            most=most // multiple_of * multiple_of,
+            costs=document_costs(self.job.model.flops_per_token, training.seq_len),
+            has_sources=bool(self.config.mixture.names),
+        )
+        timeout = timedelta(seconds=self.config.comm.init_timeout_seconds)
+        group = self.dims.host_group("dp", timeout)
+        exchange = BalancedBatches(step, group, self.batch_planner)
+        return raise_on_all_ranks(lambda: self.open_loader(exchange=exchange))
 
     def open_loader(self, **how: Callable | None) -> BatchLoader:
         """Return the loader of this rank's batches. A collective over all ranks.
@@ -113,22 +121,6 @@ class LanguageTask:
             data, training, dp_rank=dims.rank("dp"), dp_degree=dims.size("dp"), **how
         )
 
-    def _balanced_step(self) -> Step:
-        training = self.config.training
-        cp = self.dims.size("cp")
-        tp = self.dims.size("tp")
-        # float8 needs rows in multiples of 16 on each rank; use the largest such multiple that divides the sequence
-        multiple_of = gcd(training.seq_len, 16 * cp * tp)
-        most = int(training.local_batch_size * training.seq_len * BALANCE_GROWTH)
-        return Step(
-            micro_batches=self.job.micro_batches,
-            multiple_of=multiple_of,
-            least=cp * tp * self.job.chunks,
-            most=most // multiple_of * multiple_of,
-            costs=document_costs(self.job.model.flops_per_token, training.seq_len),
-            has_sources=bool(self.config.mixture.names),
-        )
-
     @property
     def batch_planner(self) -> Planner | None:
         """A function that plans the attention of a batch when the batch is made; None if documents are not masked."""
@@ -141,14 +133,18 @@ class LanguageTask:
         """Return the observers of padding, of the sources of a mixture, and of further tokens, if the job has them."""
         training = self.config.training
         names = self.config.mixture.names
-        pads = (
+        observers = []
+        if (
             self.job.balances
             or training.dataset in CONVERSATIONS
             or training.packing not in (None, "concatenate")
-        )
-        padding = [Padding(self.job, self.dims)] if pads else []
-        sources = [SourceLosses(names, training.seq_len, self.dims)] if names else []
-        return [*padding, *sources, *([self.further] if self.further else [])]
+        ):
+            observers.append(Padding(self.job, self.dims))
+        if names:
+            observers.append(SourceLosses(names, training.seq_len, self.dims))
+        if self.further:
+            observers.append(self.further)
+        return observers
 
     batch_hash = staticmethod(batch_hash)
     """The hash of a batch that its ranks compare."""
@@ -180,19 +176,13 @@ class LanguageTask:
             hidden: Hidden states, (B, S / cp, dim), or with K further tokens ((1 + K) * B, S / cp, dim).
             targets: Labels, (B, S / cp), or with K further tokens (B, S / cp, 1 + K).
         """
-        if targets.ndim == 3:  # with further tokens
-            return self._losses_of_further(part, hidden, targets.movedim(-1, 0))
-        if self.job.loss_chunk_tokens:
-            return part.output(hidden, labels=targets)
-        return self.token_losses(part.output(hidden), targets)
-
-    def _losses_of_further(self, part: Decoder, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the next token's losses, (B, S), and add the losses of further tokens to the totals of the step.
-
-        The backward also gives the gradients of further tokens. labels: (1 + K, B, S).
-        """
-        factors = self.further.factors
         in_chunks = bool(self.job.loss_chunk_tokens)
+        if targets.ndim == 2:
+            if in_chunks:
+                return part.output(hidden, labels=targets)
+            return self.token_losses(part.output(hidden), targets)
+        labels = targets.movedim(-1, 0)  # of the next token, then of further tokens
+        factors = self.further.factors
         if in_chunks:
             losses = part.output(hidden, labels=labels.flatten(0, 1), factors=factors)
         else:
@@ -219,7 +209,10 @@ class LanguageTask:
             This rank's part of the batch, on the device. If a sequence is cut into chunks, `parts` has each chunk.
         """
         whole = self.whole(batch)
-        scores = None if on_scores is None else Scores(on_scores, _padding(batch))
+        scores = None
+        if on_scores is not None:
+            padding = batch["positions"] == NO_POSITION
+            scores = Scores(on_scores, padding if padding.any() else None)
         disabled = self.config.parallelism.disable_loss_parallel
         with loss_context(self.dims["tp"], disabled=disabled):
             if self.job.chunks > 1:
@@ -237,16 +230,14 @@ class LanguageTask:
         """
         uses_positions = self.config.masks_documents or batch.get("uses_positions")
         names = (*self.columns, *(("positions",) if uses_positions else ()))
-        whole = RankBatch({name: batch[name] for name in names if name in batch})
+        columns = {name: batch[name] for name in names if name in batch}
         tokens = batch["tokens"]
         if self.config.lora.dropout and "numbers" in batch:
-            numbers = token_numbers(batch["numbers"], tokens.shape[1])
-            whole = whole.with_columns(token_numbers=numbers)
+            columns["token_numbers"] = token_numbers(batch["numbers"], tokens.shape[1])
         if self.further and torch.is_grad_enabled():
             documents = batch["document_ids"].to(tokens.device)
-            targets = further_targets(tokens, batch["labels"], documents, self.further.layers)
-            whole = whole.with_columns(**targets)
-        return whole
+            columns |= further_targets(tokens, batch["labels"], documents, self.further.layers)
+        return RankBatch(columns)
 
     @contextmanager
     def _chunks(
@@ -298,7 +289,8 @@ class LanguageTask:
         Yields:
             The handle of the plan for the model's attention. None for plain causal attention on one rank.
         """
-        if self.job.attention is None:
+        options = self.job.attention
+        if options is None:
             yield None
             return
         # If the batch has positions, they are cut. Otherwise the tables with a row per position are cut.
@@ -310,12 +302,12 @@ class LanguageTask:
             self.methods_reported.add(plan.options.method)
             logger.info(f"attention: for the documents of this batch auto chose {plan.reason}")
         with context_parallel(
-            self.dims.hybrid_mesh if self.job.attention.spread.two_level else self.dims["cp"],
+            self.dims.hybrid_mesh if options.spread.two_level else self.dims["cp"],
             buffers=buffers,
             buffer_seq_dims=seq_dims,
             mask=plan and plan.mask,
             load_balancer=plan and plan.layout,
-            options=plan.options if plan else self.job.attention,
+            options=plan.options if plan else options,
             sequences=whole.columns["tokens"].shape[0],
             check_consistency=self.config.comm.check_consistency,
             # the models of this project pass the plan to their attention, and a stage may have no attention
@@ -323,9 +315,3 @@ class LanguageTask:
             hooks=AttentionHooks(scores, self.dims.machine.gpu),
         ) as cp:
             yield cp.attention_plan
-
-
-def _padding(batch: TextBatch) -> Tensor | None:
-    """Return where a batch of whole sequences has padding, (B, S), bool. None without padding."""
-    padding = batch["positions"] == NO_POSITION
-    return padding if padding.any() else None

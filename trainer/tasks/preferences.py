@@ -177,16 +177,9 @@ def sums_of_documents(per_token: Tensor, documents: Tensor, number: int) -> Tens
             document.
         number: Number of documents.
     """
-    rows = len(documents)
-    columns = per_token.shape[-1]
-    places = (
-        documents.clamp(max=number - 1)
-        + number * torch.arange(rows, device=documents.device)[:, None]
-    )
-    sums = per_token.new_zeros(rows * number, columns).index_add(
-        0, places.flatten(), per_token.flatten(0, 1)
-    )
-    return sums.view(rows, number, columns)
+    rows, _, columns = per_token.shape
+    places = documents.clamp(max=number - 1)[..., None].expand_as(per_token)
+    return per_token.new_zeros(rows, number, columns).scatter_add(1, places, per_token)
 
 
 def pair_losses(sums: Tensor, dpo: DPO) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,7 +64,7 @@ class RankBatch:
         Args:
             sizes: Number of tokens of each record.
         """
-        cut = {name: x.split(list(sizes), 1) for name, x in self.columns.items() if x.ndim > 1}
+        cut = {name: x.split(sizes, 1) for name, x in self.columns.items() if x.ndim > 1}
         parts = zip(*cut.values(), strict=True)
         return [RankBatch(dict(zip(cut, part, strict=True))) for part in parts]
 
@@ -74,13 +74,10 @@ class RankBatch:
         Args:
             plan: The handle of the open attention plan, any shape. None if no context is open.
         """
-        optional = {name: self.columns[name] for name in _ARGUMENTS if name in self.columns}
-        arguments = {
-            "positions": self.columns.get("positions"),
-            "attention_plan": plan,
-            **optional,
-        }
-        return RankInputs(self.columns["tokens"], arguments, self.targets, batch=self.columns)
+        columns = self.columns
+        arguments = {"positions": columns.get("positions"), "attention_plan": plan}
+        arguments |= {name: columns[name] for name in _ARGUMENTS if name in columns}
+        return RankInputs(columns["tokens"], arguments, self.targets, batch=columns)
 
 
 def token_numbers(sequences: Sequence[int], length: int) -> Tensor:

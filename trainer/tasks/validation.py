@@ -45,8 +45,7 @@ class Validation:
         self.seq_len = settings.seq_len or training.seq_len
         self._rows = settings.local_batch_size or training.local_batch_size
         data = validation_data(job.config)
-        catalog = once_a_node(lambda: catalog_of(data))
-        self._data = open_text(data, training.packing, catalog)
+        self._data = open_text(data, training.packing, once_a_node(lambda: catalog_of(data)))
         if next(self.sequences(), None) is None:
             raise ConfigError(
                 f"the validation data hold less than one sequence of {self.seq_len} tokens; give more data or a lower "
