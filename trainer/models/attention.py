@@ -239,7 +239,7 @@ class Attention(Branch):
         self, q: Tensor, k: Tensor, v: Tensor, attention_plan: Tensor | None
     ) -> Tensor:
         """Return the output of all heads, (B, S, H * D). q: (B, H, S, D). k, v: (B, K, S, D)."""
-        sinks = self.sinks and self.sinks()
+        sinks = None if self.sinks is None else self.sinks()
         out = self.inner_attention.run(
             q, k, v, scale=self.args.scale, sinks=sinks, plan=attention_plan
         )
