@@ -147,7 +147,7 @@ class Attention(Branch):
         args: Numbers of heads, and the optional parts.
         norms: The model's norms. Queries and keys have an RMSNorm with this epsilon and offset; heads share its
             weights.
-        rotate: `apply_rope`, or a function with the same arguments: (B, S, H, D), and a table of S positions or more.
+        rotate: `apply_rope`, or a function with the same arguments, (B, S, H, D) and a table.
         branches: Residual branches of the model, see `initialization.draw`.
     """
 
@@ -226,6 +226,7 @@ class Attention(Branch):
         if self.args.value_norm:
             v = F.rms_norm(v, (self.head_dim,), eps=self.eps)
         if self.rotate is not None:
+            freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
             # one after the other, and under the same names: so the unrotated tensors are freed early
             q = self.rotate(q, freqs_cis)
             k = self.rotate(k, freqs_cis)
@@ -333,6 +334,6 @@ class SharedKeysAttention(Attention):
         q = self.wq(x, **adapter_inputs).unflatten(-1, (-1, self.head_dim))  # (B, S, H, D)
         q = q if self.q_norm is None else self.q_norm(q)
         if self.rotate is not None:
-            q = self.rotate(q, freqs_cis)
+            q = self.rotate(q, freqs_cis.narrow(-3, 0, q.shape[1]))
         out = self._attended(q.transpose(1, 2), *keys, attention_plan)
         return self.wo(out, **adapter_inputs)
