@@ -66,7 +66,7 @@ CHECKPOINTS = (
     Mutant(
         "the latest checkpoints are removed, not the oldest",
         "trainer/stores/kept.py",
-        "own_steps[: -k or None]",
+        "own_steps[:-k]",
         "own_steps[k:]",
         "tests/unit/test_checkpoint_folder.py",
     ),
