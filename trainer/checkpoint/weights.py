@@ -227,10 +227,10 @@ def open_weights(
             ).encode()
         )
     )
-    if step is None:
-        return open_initial(config, args, once)
-    saved = open_saved(config, args, step, once)
-    return [saved, *open_initial(config, args, once)] if config.lora.rank else [saved]
+    readers = [] if step is None else [open_saved(config, args, step, once)]
+    if step is None or config.lora.rank:
+        readers += open_initial(config, args, once)
+    return readers
 
 
 def load_weights(
@@ -291,7 +291,7 @@ def load_tensors(tensors: Mapping[str, Tensor], *readers: WeightsReader) -> None
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(here, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
         except CheckpointException as error:
-            reason = first_line(cause_of(error)).removesuffix(".")
             raise ConfigError(
-                f"the weights in {reader.path} cannot be read ({reason}); take another copy"
+                f"the weights in {reader.path} cannot be read "
+                f"({first_line(cause_of(error)).removesuffix('.')}); take another copy"
             ) from None
