@@ -358,7 +358,7 @@ SETTINGS = (
     Mutant(
         "FSDP always reshards",
         "trainer/parallel/data_parallel.py",
-        'reshard_after_forward=how == "always" or (how == "default" and not pipelined)',
+        'reshard_after_forward=how == "always" or (how == "default" and job.pipeline is None)',
         "reshard_after_forward=True",
         "tests/distributed/test_keys.py",
     ),
@@ -372,8 +372,8 @@ SETTINGS = (
     Mutant(
         "gradients are always reduced in float32",
         "trainer/parallel/data_parallel.py",
-        "getattr(torch, config.training.mixed_precision_reduce)",
-        "torch.float32",
+        "reduce = config.training.mixed_precision_reduce",
+        'reduce = "float32"',
         "tests/distributed/test_keys.py",
     ),
     Mutant(
