@@ -442,8 +442,8 @@ SETTINGS = (
     Mutant(
         "the refused folder is suggested",
         "trainer/config/writable.py",
-        "if is_writable(folder) and refused",
-        "if refused",
+        "if is_writable(folder) and not folder",
+        "if not folder",
         "tests/unit/test_writable.py",
     ),
     Mutant(
