@@ -159,8 +159,8 @@ DATA = (
     Mutant(
         "ranks do not compare their data at the start",
         "trainer/runtime/agreement.py",
-        "if theirs != rank_values[0]), None)",
-        "if theirs == 0), None)",
+        "if theirs != first:",
+        "if theirs == 0:",
         "tests/distributed/test_bad_data.py",
     ),
     Mutant(
@@ -644,8 +644,8 @@ PROCESSES = (
     Mutant(
         "the launcher waits without end for a rank that does not end",
         "trainer/runtime/rank_processes.py",
-        "if first_end is None and self.ends:",
-        "if first_end is None and len(self.ends) > 99:",
+        "if last_end == math.inf and self.ends:",
+        "if last_end == math.inf and len(self.ends) > 99:",
         "tests/unit/test_launch.py::test_a_rank_that_runs_on_after_the_others_is_killed_and_noted",
     ),
     Mutant(
@@ -680,7 +680,7 @@ PROCESSES = (
     Mutant(
         "SIGUSR1 to the launcher only shows what its ranks do",
         "trainer/runtime/launch.py",
-        "sent = instead_of.get(signal.Signals(number), signal.Signals(number))",
+        "sent = instead if number == signal.SIGUSR1 else signal.Signals(number)",
         "sent = signal.Signals(number)",
         "tests/unit/test_launch.py::test_a_stop_signal_is_passed_on_and_sigusr1_as_another_one",
     ),
