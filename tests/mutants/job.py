@@ -904,8 +904,8 @@ PROCESSES = (
     Mutant(
         "a mixture draws its sources from the next sample",
         "trainer/data/mixture.py",
-        "sample = self.samples * self.data_streams + self.stream",
-        "sample = (self.samples + 1) * self.data_streams + self.stream",
+        "source_of_sample(self.samples * self.data_streams + self.stream, self.ends)",
+        "source_of_sample((self.samples + 1) * self.data_streams + self.stream, self.ends)",
         "tests/unit/test_mixture.py::test_sample_i_of_the_run_is_of_source_i_of_the_sequence",
     ),
     Mutant(
