@@ -113,11 +113,10 @@ def _prompts_of_text(
     tokenizer: Tokenizer, length: int, depths: Sequence[float], random: Random
 ) -> Iterator[NeedlePrompt]:
     city = random.choice(CITIES)
-    number = random.randrange(10**6, 10**7)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     fact = tokenizer.encode(f" The magic number of {city} is")
     # encoded alone, so that needle and answer have the same tokens
-    answer = tokenizer.encode(f" {number}")
+    answer = tokenizer.encode(f" {random.randrange(10**6, 10**7)}")
     needle = [*fact, *answer, *tokenizer.encode(".")]
     question = [*tokenizer.encode(f" What is the magic number of {city}?"), *fact]
     room = length + 1 - len(begin) - len(needle) - len(question) - len(answer)
@@ -143,12 +142,8 @@ def _haystack(tokenizer: Tokenizer, random: Random, room: int) -> list[list[int]
         sentences.append(tokenizer.encode(sentence(random)))
         room -= len(sentences[-1])
     # The sentences have -room tokens too many. Cut the first one, so that the text ends with a full stop.
-    too_many = -room
-    first = sentences[0]
-    if too_many >= len(first):
-        sentences[-1] = sentences[-1][too_many:]
-    else:
-        sentences[0] = first[too_many:]
+    cut = 0 if -room < len(sentences[0]) else -1
+    sentences[cut] = sentences[cut][-room:]
     return sentences
 
 

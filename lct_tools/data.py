@@ -73,9 +73,7 @@ def documents_of(batch: dict, tokenizer: Tokenizer) -> Iterator[Document]:
         batch[name][0].numpy() for name in ("tokens", "labels", "positions", "document_ids")
     )
     for document in range(int(ids[-1]) + 1):
-        inside = np.flatnonzero(ids == document)
-        start = int(inside[0])
-        stop = int(inside[-1]) + 1
+        start, stop = np.searchsorted(ids, [document, document + 1]).tolist()
         targets = labels[start:stop]
         if document == ids[-1] and batch["padding"] == stop - start:
             yield f"padding: {stop - start:,} tokens", []
@@ -103,7 +101,7 @@ def shortened(parts: Parts, most: int) -> Parts:
     if not most or length <= most:
         return parts
     head = most // 2
-    tail = length - (most - most // 2)
+    tail = length - (most - head)
     gap = f"\n... {tail - head:,} characters ...\n", False
     return [*_cut(parts, 0, head), gap, *_cut(parts, tail, length)]
 

@@ -66,7 +66,7 @@ CHECKPOINTS = (
     Mutant(
         "the latest checkpoints are removed, not the oldest",
         "trainer/stores/kept.py",
-        "own_steps[: -k or None]",
+        "own_steps[:-k]",
         "own_steps[k:]",
         "tests/unit/test_checkpoint_folder.py",
     ),
@@ -143,8 +143,8 @@ CHECKPOINTS = (
     Mutant(
         "states of unknown parameters are those of an optimizer of a package",
         "trainer/checkpoint/verify.py",
-        "in expected\n        )\n\n    return",
-        "in expected or True\n        )\n\n    return",
+        "in expected\n    }\n    return",
+        "in expected or True\n    }\n    return",
         "tests/unit/test_verify_steps.py",
     ),
     Mutant(
@@ -171,8 +171,8 @@ CHECKPOINTS = (
     Mutant(
         "initial weights are read in place of the run's own checkpoint",
         "trainer/checkpoint/checkpointer.py",
-        "step = agreed_step(self._config, self.folder, world)",
-        "step = 0 if initial else agreed_step(self._config, self.folder, world)",
+        'step = agreed_step(self._config, self.folder, self.dims["world"])',
+        'step = 0 if initial else agreed_step(self._config, self.folder, self.dims["world"])',
         "tests/distributed/test_hugging_face.py",
     ),
     Mutant(

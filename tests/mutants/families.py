@@ -210,14 +210,14 @@ FAMILIES = (
     Mutant(
         "a single file beside an index is overlooked",
         "trainer/hugging_face/stored.py",
-        "if (folder / SINGLE).is_file() and SINGLE not in files.values():",
+        "if single.is_file() and SINGLE not in files.values():",
         "if False:",
         "tests/unit/test_hugging_face.py",
     ),
     Mutant(
         "a tied tensor under its second name alone is no tensor of the model",
         "trainer/hugging_face/reader.py",
-        "if name in self._stored and first not in self._stored:",
+        "if name in stored and first not in stored:",
         "if False:",
         "tests/unit/test_hugging_face.py",
     ),

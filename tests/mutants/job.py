@@ -159,8 +159,8 @@ DATA = (
     Mutant(
         "ranks do not compare their data at the start",
         "trainer/runtime/agreement.py",
-        "if theirs != rank_values[0]), None)",
-        "if theirs == 0), None)",
+        "if theirs != first:",
+        "if theirs == 0:",
         "tests/distributed/test_bad_data.py",
     ),
     Mutant(
@@ -358,7 +358,7 @@ SETTINGS = (
     Mutant(
         "FSDP always reshards",
         "trainer/parallel/data_parallel.py",
-        'reshard_after_forward=how == "always" or (how == "default" and not pipelined)',
+        'reshard_after_forward=how == "always" or (how == "default" and job.pipeline is None)',
         "reshard_after_forward=True",
         "tests/distributed/test_keys.py",
     ),
@@ -372,8 +372,8 @@ SETTINGS = (
     Mutant(
         "gradients are always reduced in float32",
         "trainer/parallel/data_parallel.py",
-        "getattr(torch, config.training.mixed_precision_reduce)",
-        "torch.float32",
+        "reduce = config.training.mixed_precision_reduce",
+        'reduce = "float32"',
         "tests/distributed/test_keys.py",
     ),
     Mutant(
@@ -442,8 +442,8 @@ SETTINGS = (
     Mutant(
         "the refused folder is suggested",
         "trainer/config/writable.py",
-        "if is_writable(folder) and refused",
-        "if refused",
+        "if is_writable(folder) and not folder",
+        "if not folder",
         "tests/unit/test_writable.py",
     ),
     Mutant(
@@ -644,8 +644,8 @@ PROCESSES = (
     Mutant(
         "the launcher waits without end for a rank that does not end",
         "trainer/runtime/rank_processes.py",
-        "if first_end is None and self.ends:",
-        "if first_end is None and len(self.ends) > 99:",
+        "if last_end == math.inf and self.ends:",
+        "if last_end == math.inf and len(self.ends) > 99:",
         "tests/unit/test_launch.py::test_a_rank_that_runs_on_after_the_others_is_killed_and_noted",
     ),
     Mutant(
@@ -680,7 +680,7 @@ PROCESSES = (
     Mutant(
         "SIGUSR1 to the launcher only shows what its ranks do",
         "trainer/runtime/launch.py",
-        "sent = instead_of.get(signal.Signals(number), signal.Signals(number))",
+        "sent = instead if number == signal.SIGUSR1 else signal.Signals(number)",
         "sent = signal.Signals(number)",
         "tests/unit/test_launch.py::test_a_stop_signal_is_passed_on_and_sigusr1_as_another_one",
     ),
@@ -904,8 +904,8 @@ PROCESSES = (
     Mutant(
         "a mixture draws its sources from the next sample",
         "trainer/data/mixture.py",
-        "sample = self.samples * self.data_streams + self.stream",
-        "sample = (self.samples + 1) * self.data_streams + self.stream",
+        "source_of_sample(self.samples * self.data_streams + self.stream, self.ends)",
+        "source_of_sample((self.samples + 1) * self.data_streams + self.stream, self.ends)",
         "tests/unit/test_mixture.py::test_sample_i_of_the_run_is_of_source_i_of_the_sequence",
     ),
     Mutant(

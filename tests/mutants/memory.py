@@ -88,8 +88,8 @@ OFFLOADED_ATTENTION = (
     Mutant(
         "copies of attention's results are operators of the recomputation",
         _SELECTIVE,
-        "return _both(modes[0], selective[0]), _both(modes[1], selective[1])",
-        "return _both(selective[0], modes[0]), _both(selective[1], modes[1])",
+        "return tuple(map(_both, modes, selective))",
+        "return tuple(map(_both, selective, modes))",
         f"{_OFFLOAD}::test_losses_gradients_and_weights_do_not_change",
     ),
     Mutant(

@@ -158,7 +158,7 @@ MUON = (
     Mutant(
         "states of another optimizer are loaded",
         "trainer/stores/folder.py",
-        'state.optimizer not in ("", states_of(config))',
+        "state.optimizer not in known",
         'state.optimizer in ("none",)',
         f"{_MUON}::test_states_of_another_optimizer_are_refused",
     ),

@@ -487,8 +487,8 @@ LAYOUTS = (
     Mutant(
         "a pipeline averages its micro-batches",
         "trainer/parallel/pipeline_parallel.py",
-        'settings["scale_grads"] = False',
-        'settings["scale_grads"] = True',
+        "scale_grads=False",
+        "scale_grads=True",
         f"{_LAYOUT}[pp2-float32]",
     ),
     Mutant(
@@ -801,8 +801,8 @@ ROUNDING = (
     Mutant(
         "gradients are reduced in float32 whatever is asked for",
         "trainer/parallel/data_parallel.py",
-        "getattr(torch, config.training.mixed_precision_reduce)",
-        "torch.float32",
+        "reduce = config.training.mixed_precision_reduce",
+        'reduce = "float32"',
         "tests/distributed/test_bfloat16.py::test_gradients_that_are_reduced_in_bfloat16",
     ),
     Mutant(

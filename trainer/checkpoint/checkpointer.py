@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -130,15 +129,13 @@ class Checkpointer:
         Raises:
             SharedConfigError: On every rank, if a checkpoint is missing, unreadable, or of another model or other data.
         """
-        world = self.dims["world"]
         step = 0
         initial = self.settings.initial_load_path
         if self.settings.enable:
-            step = agreed_step(self._config, self.folder, world)
+            step = agreed_step(self._config, self.folder, self.dims["world"])
             if not self.settings.load_only:
-                makes = self.dims.is_first
                 raise_on_all_ranks(
-                    lambda: prepare(self._config, self.folder) if makes else None
+                    lambda: prepare(self._config, self.folder) if self.dims.is_first else None
                 )
         if step == 0 and initial is not None and not self.settings.initial_load_model_only:
             self._once(lambda: check_initial_weights(self._config, self._model) or b"")
@@ -148,8 +145,7 @@ class Checkpointer:
         if initial is not None and (step == 0 or adapts):
             self.load_initial(self.model_parts)
             logger.info(
-                f"the weights are read from {initial}"
-                + "; all else starts from step 0" * (step == 0)
+                f"the weights are read from {initial}{'; all else starts from step 0' * (step == 0)}"
             )
         if step == 0:
             return 0, 0
@@ -160,9 +156,8 @@ class Checkpointer:
         tokens_seen = self._resume(self.folder, step, without=self.settings.load_step != -1)
         # One value for all: a rank that sees an older file would save when the others do not.
         best_step, loss = json.loads(self._once(lambda: best_before(self.folder)))
-        self.best = (
-            loss if best_step <= step else math.inf
-        )  # a later step belongs to another history
+        if best_step <= step:  # a later step belongs to another history
+            self.best = loss
         self._last_step = step
         return step, tokens_seen
 
@@ -180,13 +175,15 @@ class Checkpointer:
         say_waiting(f"reading the weights in {self.settings.initial_load_path}")
         *peft, base = readers = raise_on_all_ranks(self._weights.initial)
         raise_on_all_ranks(lambda: load_weights(readers, model_parts, adapters=bool(peft)))
+        if not isinstance(base, HFReader):
+            return
         types = {name: x.dtype for x, name in names_of(model_parts).items()}
-        if isinstance(base, HFReader) and (rounded := base.rounded_to(types)):
+        if rounded := base.rounded_to(types):
             logger.info(
                 f"training.dtype = {self._config.training.dtype!r} rounds {len(rounded)} tensors that have a wider "
                 f"type there, such as {rounded[0]}; training.dtype = 'float32' keeps them"
             )
-        if isinstance(base, HFReader) and base.lacks_further:
+        if base.lacks_further:
             logger.info(
                 f"the layers of model.mtp_layers = {self._model.mtp_layers} are not there: they start at random"
             )
@@ -201,10 +198,12 @@ class Checkpointer:
         started = time.monotonic()
         state, reader = raise_on_all_ranks(lambda: self._weights.to_resume(step, folder), world)
         excluded = {*self.settings.exclude_from_loading} if without else set()
-        tensors = tensors_of(self.model_parts, self.optimizer)
-        excluded |= {"optimizer"} if state.model_only else set()
+        if state.model_only:
+            excluded.add("optimizer")
         tensors = {
-            name: x for name, x in tensors.items() if name.partition(".")[0] not in excluded
+            name: x
+            for name, x in tensors_of(self.model_parts, self.optimizer).items()
+            if name.partition(".")[0] not in excluded
         }
         try:
             dcp.load(
@@ -370,10 +369,7 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
     ) -> None:
         if self._pending is not None and isinstance(error, Exception):
             if is_peer_failure(error):  # no peer is left to finish it with

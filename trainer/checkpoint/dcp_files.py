@@ -48,7 +48,7 @@ class _Summed:
 class _Written(WriteResult):
     """A result with the check sum of its whole file, for the rank that publishes."""
 
-    sum: int = 0
+    sum: int
 
 
 class _Files(FileSystem):
@@ -231,13 +231,9 @@ class Writer(FileSystemWriter):
         Returns:
             The plans with names.
         """
-        plans = super().prepare_global_plan(plans)
-        names = [
-            replace(plan.storage_data, prefix=f"{self._claim}{i}_")
-            for i, plan in enumerate(plans)
-        ]
         return [
-            replace(plan, storage_data=name) for plan, name in zip(plans, names, strict=True)
+            replace(plan, storage_data=replace(plan.storage_data, prefix=f"{self._claim}{i}_"))
+            for i, plan in enumerate(super().prepare_global_plan(plans))
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -281,15 +277,17 @@ class Writer(FileSystemWriter):
         whole = {METADATA: pickle.dumps(metadata)}
         if self._configuration is not None:
             whole[RUN_FILE] = self._configuration
+        files = {}
+        sums = {}
         for name, content in whole.items():
             self._folder.write(self.path / name, content)
-        files = {name: len(content) for name, content in whole.items()}
-        for place in (result.storage_data for result in written):
-            files[place.relative_path] = max(
-                files.get(place.relative_path, 0), place.offset + place.length
-            )
-        sums = {name: zlib.crc32(content) for name, content in whole.items()}
-        sums |= {result.storage_data.relative_path: result.sum for result in written}
+            files[name] = len(content)
+            sums[name] = zlib.crc32(content)
+        for result in written:
+            place = result.storage_data
+            name = place.relative_path
+            files[name] = max(files.get(name, 0), place.offset + place.length)
+            sums[name] = result.sum
         state = replace(self._state, files=files, sums=sums)
         self._folder.publish(state.step, state_text(state), self._claim)
         mark_best(self._folder, state.step, self._best)

@@ -64,14 +64,15 @@ def write_hf(
     content = _config_json(config, args, dtype, source)
     model = hf_model(model_spec(config.model.name), args).in_folder(stored)
     readers = RunWeights(config, args).latest()
-    shapes = {name: tuple(ours.shape) for name, (ours, _) in model.pairs.items()}
+    shapes = {name: ours.shape for name, (ours, _) in model.pairs.items()}
     text = text_files(
         config, next(content[longest] for longest in _LONGEST if longest in content), source
     )
     own = [reader for reader in readers[:1] if isinstance(reader, Reader)]
     kept = kept_types(config, model, dtype, _saved_types(own), stored)
-    settings = {"other_types": kept, "most_bytes": most_bytes, "copied": images}
-    with NewFolder(output, model.shapes(), dtype, **settings) as folder:
+    with NewFolder(
+        output, model.shapes(), dtype, other_types=kept, most_bytes=most_bytes, copied=images
+    ) as folder:
         rounding = Rounding(dtype)
         for name, whole in _whole_tensors(config, args, shapes, readers, rounding):
             for there, part in model.pairs[name][1].tensors(whole).items():
@@ -80,11 +81,9 @@ def write_hf(
         files = {CONFIG_FILE: content | text.ids, **text.files}
         folder.finish(_with_images(files, source) if images else files, text.carried)
     rounding.tell()
-    unnamed = model.has_further and not model.further
-    return (
-        f", without the layers of model.mtp_layers, which have no names in {config.model.name}"
-        * unnamed
-    )
+    if model.has_further and not model.further:
+        return f", without the layers of model.mtp_layers, which have no names in {config.model.name}"
+    return ""
 
 
 def kept_types(
@@ -196,7 +195,7 @@ def _whole_tensors(
             if module in adapted:
                 a, b = map(tensors.pop, adapter_names(module))
                 before = tensors[name]
-                tensors[name] = merged(tensors[name], a, b, config.lora)
+                tensors[name] = merged(before, a, b, config.lora)
                 rounding.add(before, tensors[name])
                 del before
             yield name, tensors.pop(name)
@@ -239,11 +238,10 @@ class Rounding:
         """Log the share of the adapters' change that rounding loses."""
         if self.moved:
             name = str(self.dtype).removeprefix("torch.")
-            error = math.sqrt(self.error / self.update)
             logger.warning(
                 f"rounded to {name}, {self.lost / self.moved:.1%} of the weights that the adapters change are as "
-                f"before. The rounding error is {error:.2f} of the norm of the change; "
-                "float32 keeps all of it, and so does lct convert to-peft"
+                f"before. The rounding error is {math.sqrt(self.error / self.update):.2f} of the norm "
+                "of the change; float32 keeps all of it, and so does lct convert to-peft"
             )
 
 
@@ -280,7 +278,7 @@ def write_peft(output: Path, config: JobConfig, args: DecoderArgs, step: int) ->
         OSError: The folder cannot be written.
     """
     model = peft_model(config, args)
-    shapes = {name: tuple(x.shape) for name, (x, _) in model.pairs.items()}
+    shapes = {name: x.shape for name, (x, _) in model.pairs.items()}
     ours = _read(shapes, [RunWeights(config, args).saved(step)])
     modules, whole = adapted_and_whole(hf.name for _, hf in model.pairs.values())
     stacked = {

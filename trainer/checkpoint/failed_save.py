@@ -28,7 +28,6 @@ def not_written(
         error: The error of DCP.
     """
     cause = cause_of(error)
-    rank = min(error.failures)
     full = full_disk(cause, nearest_existing(Path(str(folder))), needed=_size(job))
     reason = reason_of(cause) if isinstance(cause, OSError) else first_line(cause)
     try:
@@ -37,18 +36,17 @@ def not_written(
         kept = []
     room = "make room there and" if kept else "make room, or name another job.dump_folder, and"
     return CheckpointError(
-        f"the checkpoint of step {step} could not be written to {folder} (rank {rank}: {full or reason}); "
-        f"{room if full else 'when the cause is gone,'} run the same command again"
-        + (f", which resumes after step {kept[-1]}" if kept else "")
+        f"the checkpoint of step {step} could not be written to {folder} (rank {min(error.failures)}: "
+        f"{full or reason}); {room if full else 'when the cause is gone,'} run the same command again"
+        f"{f', which resumes after step {kept[-1]}' if kept else ''}"
     )
 
 
 def _size(job: ResolvedJob) -> int:
     """Return the bytes of a checkpoint, without the small files: each trained parameter, and its two moments."""
-    sizes = adapter_sizes(job.config, job.model)
-    beside = whole_sizes(job.config, job.model)
-    trained = sum([*sizes.values(), *beside.values()]) if sizes else job.model.n_params()
-    weight, moment = (
-        ITEMSIZE[name] for name in (job.config.training.dtype, job.config.state_dtype)
-    )
+    config, model = job.config, job.model
+    sizes = adapter_sizes(config, model)
+    beside = whole_sizes(config, model)
+    trained = sum([*sizes.values(), *beside.values()]) if sizes else model.n_params()
+    weight, moment = (ITEMSIZE[name] for name in (config.training.dtype, config.state_dtype))
     return trained * (weight + 2 * moment)

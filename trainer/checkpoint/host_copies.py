@@ -46,8 +46,7 @@ class HostCopies:
         """
         if not self.tensors:
             self.tensors = {name: _buffer(x, self._memory) for name, x in state.items()}
-        others = [name for name in state if name not in updated]
-        self._copy(state, others)
+        self._copy(state, [name for name in state if name not in updated])
         if not any(x.is_cuda for x in state.values()):
             self._copy(state, updated)
             return

@@ -44,10 +44,10 @@ def export_last(
             if dims.is_first:
                 write_hf(output, config, job.model, dtype)
         except OSError as error:
-            reason = full_disk(error, output.parent) or reason_of(error)
             raise ConfigError(
-                f"the Hugging Face folder {output} could not be written ({reason}); make room there, and make it "
-                "from the checkpoint with lct convert to-hf"
+                f"the Hugging Face folder {output} could not be written "
+                f"({full_disk(error, output.parent) or reason_of(error)}); make room there, and make "
+                "it from the checkpoint with lct convert to-hf"
             ) from None
 
     try:

@@ -37,7 +37,7 @@ def peft_model(config: JobConfig, args: DecoderArgs) -> HFModel:
             trained[name] = torch.empty(shape, device="meta"), hf
     for name in (f"{module}.weight" for module in whole_sizes(config, args)):
         x, hf = pairs[name]
-        trained[name] = x, replace(hf, name=_BEFORE + hf.name)
+        trained[name] = x, replace(hf, name=f"{_BEFORE}{hf.name}")
     return HFModel(trained, {})
 
 

@@ -43,7 +43,7 @@ def text_files(config: JobConfig, longest: int, source: ModelFolder | None) -> T
         ConfigError: A file cannot be read, or is damaged.
     """
     model = config.model
-    tokenizer = open_tokenizer(config.model.tokenizer_file)
+    tokenizer = open_tokenizer(model.tokenizer_file)
     file = tokenizer_file(model.tokenizer_file)
     files = {}
     own = (

@@ -25,7 +25,6 @@ Box = Sequence[tuple[int, int]]
 _AT_ONCE = 2**30
 """Largest number of bytes of the tensors that are read at once; a larger tensor is read alone."""
 _BLOCK = 2**20
-_Entry = TensorStorageMetadata
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MOMENTUM = ("momentum",)
 
@@ -51,8 +50,7 @@ def verify_step(
     except ConfigError:
         raise
     except Exception as error:  # metadata that are damaged may name any type, length and place
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise unreadable(folder, step, reason) from None
+        raise unreadable(folder, step, f"{type(error).__name__}: {first_line(error)}") from None
 
 
 def _verified(
@@ -87,9 +85,9 @@ def _verified(
         for name, entry in entries.items()
     }
     for names in grouped(sizes, _AT_ONCE):
-        batch = ((name, entries[name]) for name in names)
         tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in batch
+            name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype)
+            for name in names
         }
         load_tensors(tensors, reader)
         for name, tensor in tensors.items():
@@ -100,17 +98,15 @@ def _verified(
 
 
 def _without_states(
-    entries: Mapping[str, _Entry], expected: Mapping[str, torch.Size]
-) -> dict[str, _Entry]:
+    entries: Mapping[str, TensorStorageMetadata], expected: Mapping[str, torch.Size]
+) -> dict[str, TensorStorageMetadata]:
     """Return the entries that are no optimizer states of `expected` parameters."""
-
-    def is_state(name: str) -> bool:
-        return (
-            name.startswith("optimizer.")
-            and f"model.{name[10:].rpartition('.')[0]}" in expected
-        )
-
-    return {name: entry for name, entry in entries.items() if not is_state(name)}
+    states = {
+        name
+        for name in entries
+        if name.startswith("optimizer.") and f"model.{name[10:].rpartition('.')[0]}" in expected
+    }
+    return {name: entry for name, entry in entries.items() if name not in states}
 
 
 def _check_files(folder: Store, state: RunState) -> None:
@@ -118,9 +114,7 @@ def _check_files(folder: Store, state: RunState) -> None:
 
     This also detects a file of another step, whose inner check sums are right.
     """
-    for name in state.files:
-        if (wanted := state.sums.get(name)) is None:
-            continue
+    for name, wanted in state.sums.items():
         check_sum = 0
         with folder.open(folder.step(state.step) / name, "rb") as file:
             while block := file.read(_BLOCK):

@@ -134,10 +134,10 @@ class RunWeights:
                 ).encode()
             )
         )
-        if step is None:
-            return self.initial()
-        saved = self.saved(step)
-        return [saved, *self.initial()] if self.config.lora.rank else [saved]
+        readers = [] if step is None else [self.saved(step)]
+        if step is None or self.config.lora.rank:
+            readers += self.initial()
+        return readers
 
     def saved(self, step: int) -> Reader:
         """Return a reader of a saved step of this run for its weights alone.
@@ -270,7 +270,7 @@ def load_tensors(tensors: Mapping[str, Tensor], *readers: WeightsReader) -> None
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(here, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
         except CheckpointException as error:
-            reason = first_line(cause_of(error)).removesuffix(".")
             raise ConfigError(
-                f"the weights in {reader.path} cannot be read ({reason}); take another copy"
+                f"the weights in {reader.path} cannot be read "
+                f"({first_line(cause_of(error)).removesuffix('.')}); take another copy"
             ) from None

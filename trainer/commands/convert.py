@@ -73,9 +73,10 @@ def to_peft(options: argparse.Namespace) -> str:
 
     check_output(options.output)
     write_peft(options.output, config, args, saved)
-    there = checkpoint_folder(config).step(saved)
-    call = "PeftModel.from_pretrained(model, folder)"
-    return f"{options.output} holds the adapters of {there}; peft loads them with {call}"
+    return (
+        f"{options.output} holds the adapters of {checkpoint_folder(config).step(saved)}; peft loads "
+        "them with PeftModel.from_pretrained(model, folder)"
+    )
 
 
 def add_tokens(options: argparse.Namespace) -> str:

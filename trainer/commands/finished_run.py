@@ -109,7 +109,7 @@ def configuration(
             attention_mask="causal",
             **data,
         ),
-        **{table: getattr(JobConfig(), table) for table in _RESET},
+        **{table: getattr(JobConfig, table) for table in _RESET},
     )
     _saved_weights(config)
     return config
@@ -188,9 +188,9 @@ def _hugging_face_configuration(
     ]
     config = parse_command_line([*own, *settings]).config
     if config.model.tokenizer_path is None and not folder.has_tokenizer:
-        files = ", ".join(TOKENIZER_FILES)
         raise ConfigError(
-            f"{folder.path} holds no tokenizer ({files}); name the model's own with --tokenizer"
+            f"{folder.path} holds no tokenizer ({', '.join(TOKENIZER_FILES)}); name the model's own "
+            "with --tokenizer"
         )
     return config
 
@@ -214,9 +214,9 @@ def _saved(
     config = step_configuration(file, step, settings)
     if config.task != task:
         task_record = TASKS[config.task]
-        other = TASKS[config.task].command.format(folder)
         raise ConfigError(
-            f"the run in {folder} learned from {task_record.data}, and `{command}` is not for them; use `{other}`"
+            f"the run in {folder} learned from {task_record.data}, and `{command}` is not for them; "
+            f"use `{task_record.command.format(folder)}`"
         )
     return config
 
@@ -269,7 +269,7 @@ def folder_of_checkpoints(file: Path) -> str:
             raise ConfigError(
                 f"checkpoint.folder = {place!r} (in {source}) must be a text; write the path of a folder"
             )
-    return Checkpoint().folder
+    return Checkpoint.folder
 
 
 @contextmanager
@@ -344,18 +344,19 @@ def loaded_model(job: ResolvedJob, device: "torch.device") -> "tuple[nn.Module, 
     from trainer.parallel.parallel_dims import ParallelDims
     from trainer.runtime.agreement import raise_on_all_ranks, read_once
 
-    spec = model_spec(job.config.model.name)
+    config = job.config
+    spec = model_spec(config.model.name)
     dims = ParallelDims(job.degrees, device.type)
     (model,) = build_model_parts(spec, job, dims, device)
-    start = job.config.checkpoint.initial_load_path
+    start = config.checkpoint.initial_load_path
     if (
-        not job.config.checkpoint.enable
+        not config.checkpoint.enable
         and start is not None
         and ModelFolder(Path(start)).has_config
     ):
         model.by_length = True  # as transformers does for the same folder
-    weights = RunWeights(job.config, job.model, read_once)
+    weights = RunWeights(config, job.model, read_once)
     raise_on_all_ranks(lambda: load_weights(weights.latest(), [model]))
     if dims.is_first:
-        print(f"weights: {weights_of(job.config)}", file=sys.stderr, flush=True)
+        print(f"weights: {weights_of(config)}", file=sys.stderr, flush=True)
     return model, dims

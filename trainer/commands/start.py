@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
-from trainer.config.schema import JobConfig, Model
+from trainer.config.schema import JobConfig
 from trainer.config.writable import is_address
 from trainer.job import ResolvedJob
 from trainer.job.memory import check_memory
@@ -182,7 +182,7 @@ def _left_checkpoints(job: ResolvedJob) -> str:
 
 
 def _tokenizer_of_python(config: JobConfig) -> str:
-    is_shipped = config.model.tokenizer_file == Model().tokenizer_file
+    is_shipped = config.model.tokenizer_file == JobConfig.model.tokenizer_file
     if (
         not is_shipped
         or config.task != "tokens"

@@ -34,17 +34,16 @@ def steps_of(path: str) -> tuple[Store, list[int], Path]:
     Raises:
         ConfigError: There is no saved step.
     """
-    own = Path(path).absolute() / RUN_FILE
+    run = Path(path).absolute() / RUN_FILE
     if (step := saved_step("path", path)) is not None:
         folder = named_step("path", path)[0]
         return folder, [step], Path(str(folder)).parent / RUN_FILE
-    if own.is_file():
-        settings = Checkpoint(folder=folder_of_checkpoints(own))
+    if run.is_file():
+        settings = Checkpoint(folder=folder_of_checkpoints(run))
         folder = checkpoint_folder(JobConfig(job=Job(dump_folder=path), checkpoint=settings))
-        run = own
     else:
         folder = store_of("path", path)
-        run = Path(path).absolute().parent / RUN_FILE
+        run = run.parent.parent / RUN_FILE
     steps = folder.steps()
     if not steps:
         raise ConfigError(

@@ -57,8 +57,7 @@ def read_options(argv: list[str], schema: type, problems: Problems) -> Options:
 
 
 def _read_option(token: str, words: list[str], schema: type, read: Options) -> None:
-    name, negated = _option_name(token, words, schema)
-    key = (ACTIONS | accepted_keys(schema))[name]
+    name, key, negated = _option_name(token, words, schema)
     if not negated:
         if len(words) == 1 and name not in ONCE_STRINGS:  # a word is a list of one
             word, renamed = todays_value(name, words[0], COMMAND_LINE)
@@ -106,8 +105,8 @@ def split(argv: list[str]) -> list[tuple[str, list[str]]]:
     return options
 
 
-def _option_name(token: str, words: list[str], schema: type) -> tuple[str, bool]:
-    """Return (name, False) for --table.key, and (name, True) for --no-table.key or --table.no-key of a boolean.
+def _option_name(token: str, words: list[str], schema: type) -> tuple[str, Key, bool]:
+    """Return the name and the key of --table.key, and whether it is --no-table.key or --table.no-key of a boolean.
 
     Raises:
         ConfigError: The option is unknown, or a key that is no boolean is negated.
@@ -116,13 +115,14 @@ def _option_name(token: str, words: list[str], schema: type) -> tuple[str, bool]
     name = token[2:].replace("-", "_")
     table, _, key = name.rpartition(".")
     for candidate in (name, name.removeprefix("no_"), f"{table}.{key.removeprefix('no_')}"):
+        if candidate not in keys:
+            continue
         negated = candidate != name
-        if candidate in keys and negated and keys[candidate].kind is not bool:
+        if negated and keys[candidate].kind is not bool:
             raise ConfigError(
                 f"{token} is no switch: {candidate!r} takes a value; write {_option(candidate)} VALUE"
             )
-        if candidate in keys:
-            return candidate, negated
+        return candidate, keys[candidate], negated
     near = nearest(name, [*ACTIONS, "help"])
     if near and "." not in name:
         raise ConfigError(f"{token} is not a known option; did you mean {_label(near)}?")

@@ -121,11 +121,12 @@ def _keys_of_topic(topic: str, schema: type) -> list[str]:
     """
     name = topic.strip("[]").removeprefix("--").replace("-", "_")
     tables = list(get_type_hints(schema))
-    keys = [key for key in keys_of(schema) if name in (key, *key.split("."))]
+    known = keys_of(schema)
+    keys = [key for key in known if name in (key, *key.split("."))]
     if keys:
         return keys
-    near = nearest(name, [*tables, *keys_of(schema)]) or nearest(
-        name, [key.split(".")[1] for key in keys_of(schema)]
+    near = nearest(name, [*tables, *known]) or nearest(
+        name, [key.split(".")[1] for key in known]
     )
     if name in ELSEWHERE:
         hint = ELSEWHERE[name]
@@ -144,7 +145,7 @@ def allowed(key: Key) -> str:
     """
     kind, optional = without_none(key.kind)
     parts = [
-        kind_name(kind, infinite=key.may_be_infinite) + (f" ({key.unit})" if key.unit else "")
+        f"{kind_name(kind, infinite=key.may_be_infinite)}{f' ({key.unit})' if key.unit else ''}"
     ]
     parts += [key.bounds.words] if key.bounds is not None else []
     return ", ".join([*parts, "or None"] if optional else parts)

@@ -175,14 +175,16 @@ def key(
         named: Whether it is a list of name=value.
     """
     when = when if isinstance(when, tuple) else (when,)
-    metadata = {
-        "bounds": bounds,
-        "unit": unit,
-        "example": example,
-        "when": when,
-        "named": named,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "bounds": bounds,
+            "unit": unit,
+            "example": example,
+            "when": when,
+            "named": named,
+        },
+    )
 
 
 @cache

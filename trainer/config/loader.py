@@ -18,7 +18,6 @@ from typing import Any, get_type_hints
 from trainer.config.command_line import COMMAND_LINE, read_options, split
 from trainer.config.errors import ConfigError, Problems
 from trainer.config.help import help_text
-from trainer.config.keys import keys_of
 from trainer.config.places import is_module_name
 from trainer.config.registry import with_tables
 from trainer.config.schema import JobConfig
@@ -82,10 +81,11 @@ def parse_command_line(
     if options.help is not None:
         print(help_text(schema, min(shutil.get_terminal_size().columns, 120), options.help))
         raise SystemExit(0)
-    check_config = options.values.pop("check_config", False)
-    print_config = options.values.pop("print_config", False)
-    world_size = options.values.pop("world_size", None)
-    options.values.pop("allow_imports", None)
+    given = options.values
+    check_config = given.pop("check_config", False)
+    print_config = given.pop("print_config", False)
+    world_size = given.pop("world_size", None)
+    given.pop("allow_imports", None)
     with problems.collected():
         if world_size is not None and world_size < 1:
             raise ConfigError(
@@ -94,10 +94,9 @@ def parse_command_line(
         if world_size is not None and not check_config:
             raise ConfigError(f"--world-size {world_size} needs --check-config; add it")
     with problems.collected():
-        line = rewrite(options.values, COMMAND_LINE)
+        line = rewrite(given, COMMAND_LINE)
     file = Settings()
-    name = options.values.get("job.config_file")
-    if name is not None:
+    if (name := given.get("job.config_file")) is not None:
         with problems.collected():
             file = read_file(found_or_preset(Path(name), name), schema, problems)
     problems.raise_all()
@@ -289,7 +288,7 @@ def _longer_step(
     """Return a note if longer sequences on the command line enlarge the step of a file."""
     length, batch = "training.seq_len", "training.global_batch_size"
     sequences = file.get(batch, -1)
-    before = file.get(length, keys_of(JobConfig)[length].default)
+    before = file.get(length, JobConfig.training.seq_len)
     now = line.get(length)
     if now is None or batch in line or sequences < 1 or not 0 < before < now:
         return ()

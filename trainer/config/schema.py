@@ -4,7 +4,7 @@ A field has the type, default, bounds and unit of its key, and when it has an ef
 `trainer/job` decides what a configuration means, and checks which settings work together.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -340,25 +340,25 @@ class Validation:
 class JobConfig:
     """A whole configuration; the attributes are the tables of the TOML file."""
 
-    job: Job = field(default_factory=Job)
-    profiling: Profiling = field(default_factory=Profiling)
-    metrics: Metrics = field(default_factory=Metrics)
-    model: Model = field(default_factory=Model)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    muon: Muon = field(default_factory=Muon)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    training: Training = field(default_factory=Training)
-    mixture: Mixture = field(default_factory=Mixture)
-    chat: Chat = field(default_factory=Chat)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    validation: Validation = field(default_factory=Validation)
-    lora: LoRA = field(default_factory=LoRA)
-    dpo: DPO = field(default_factory=DPO)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    float8: Float8 = field(default_factory=Float8)
-    comm: Comm = field(default_factory=Comm)
+    job: Job = Job()
+    profiling: Profiling = Profiling()
+    metrics: Metrics = Metrics()
+    model: Model = Model()
+    optimizer: Optimizer = Optimizer()
+    muon: Muon = Muon()
+    lr_scheduler: LRScheduler = LRScheduler()
+    training: Training = Training()
+    mixture: Mixture = Mixture()
+    chat: Chat = Chat()
+    parallelism: Parallelism = Parallelism()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    lora: LoRA = LoRA()
+    dpo: DPO = DPO()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    float8: Float8 = Float8()
+    comm: Comm = Comm()
 
     @property
     def task(self) -> str:
@@ -380,13 +380,11 @@ class JobConfig:
     @property
     def plans_attention(self) -> bool:
         """Whether a key asks for planned attention: ranks, chunks, documents, a window, sinks or QK-clip."""
-        masked = self.masks_documents or self.model.sliding_window is not None
-        divided = (
-            self.parallelism.context_parallel_degree > 1 or self.training.sequence_chunks > 1
-        )
         return (
-            divided
-            or masked
+            self.parallelism.context_parallel_degree > 1
+            or self.training.sequence_chunks > 1
+            or self.masks_documents
+            or self.model.sliding_window is not None
             or self.model.attention_sinks
             or self.optimizer.qk_clip is not None
         )

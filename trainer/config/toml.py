@@ -34,16 +34,10 @@ def missing_file_hint(path: Path) -> str:
     presets = sorted(
         names, key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
     )
-    beside = (
-        {file.stem: str(file) for file in sorted(path.parent.glob("*.toml"))}
-        if path.parent.is_dir()
-        else {}
-    )
-    near = nearest(path.stem, beside)
-    if near is not None:
+    beside = {file.stem: str(file) for file in sorted(path.parent.glob("*.toml"))}
+    if near := nearest(path.stem, beside):
         return f"did you mean {beside[near]!r}?"
-    near = nearest(path.stem, presets)
-    if near is not None:
+    if near := nearest(path.stem, presets):
         return f"did you mean {near!r}, which comes with the program?"
     return f"give a .toml file, or one that comes with the program: {', '.join(presets)}"
 
@@ -78,9 +72,9 @@ def load_toml(path: Path, asked: str = "") -> dict[str, Any]:
             f"{path} is not valid TOML: byte {error.start} is not UTF-8; save it as UTF-8"
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{asked} cannot be read ({reason}); give a readable .toml file"
+            f"{asked} cannot be read ({getattr(error, 'strerror', None) or error}); give a readable "
+            ".toml file"
         ) from None
 
 
@@ -95,8 +89,8 @@ def with_bases(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     """
     chain = ()
     while True:
-        if path.resolve() in [earlier.resolve() for earlier in chain]:
-            circle = " -> ".join(str(file) for file in (*chain, path))
+        if path.resolve() in map(Path.resolve, chain):
+            circle = " -> ".join(map(str, (*chain, path)))
             raise ConfigError(
                 f"base = {path.name!r} (in {chain[-1]}) closes a circle, {circle}; remove one base"
             )

@@ -238,7 +238,7 @@ def todays_value(key: str, value: object, where: str) -> tuple[object, tuple[str
         where: The source, for the note.
     """
     if key in ONCE_STRINGS and isinstance(value, str):
-        today = [word.strip() for word in value.split(",") if word.strip()]
+        today = [*filter(None, map(str.strip, value.split(",")))]
     elif isinstance(value, str) and value in OLDER_VALUES.get(key, {}):
         today = OLDER_VALUES[key][value]
     else:

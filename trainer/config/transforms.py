@@ -139,11 +139,7 @@ class ActivationCheckpoint:
             layers: Indices of the layers of a model or stage.
         """
         every = self.whole_layers or 1
-        return (
-            [layer for layer in layers if (layer + 1) % every == 0]
-            if self.mode != "none"
-            else []
-        )
+        return [layer for layer in layers if self.mode != "none" and (layer + 1) % every == 0]
 
     def kept(self, layers: Iterable[int]) -> list[int]:
         """Return the indices of the checkpointed layers whose inputs are kept, one layer of each group.

@@ -36,11 +36,9 @@ def unknown_key(name: str, written: str, where: str, schema: type) -> ConfigErro
         return ConfigError(
             f"{written} ({where}) is not a known key; did you mean {' or '.join(map(repr, same))}?"
         )
-    advice = ELSEWHERE.get(key.lower()) or ELSEWHERE.get(name.lower().replace(".", "_"))
-    if advice is None:
-        advice = ELSEWHERE.get(table.partition(".")[0].lower())
-    if advice is not None:
-        return ConfigError(f"{written} ({where}) is not a known key; {advice}")
+    for other in (key, name.replace(".", "_"), table.partition(".")[0]):
+        if advice := ELSEWHERE.get(other.lower()):
+            return ConfigError(f"{written} ({where}) is not a known key; {advice}")
     if name in tables:
         keys = [f"--{other}" for other in known if other.startswith(f"{name}.")]
         shown_keys = f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
@@ -70,17 +68,16 @@ def unknown_table(table: str, where: str, schema: type) -> ConfigError:
         where: The source, for the message.
         schema: The class of the configuration.
     """
-    name = table if table.isprintable() else repr(table)
     hint = (
         f"; {ELSEWHERE[table]}"
         if table in ELSEWHERE
         else did_you_mean(table, get_type_hints(schema))
     )
-    return ConfigError(f"[{name}] ({where}) is not a known table{hint}")
+    return ConfigError(
+        f"[{table if table.isprintable() else repr(table)}] ({where}) is not a known table{hint}"
+    )
 
 
 def _nearest(key: str, names: list[str]) -> str | None:
     near = nearest(key, [name.partition(".")[2] for name in names])
-    return next(
-        (name for name in names if near is not None and name.partition(".")[2] == near), None
-    )
+    return next((name for name in names if name.partition(".")[2] == near), None)

@@ -228,8 +228,10 @@ def _wrong(name: str, value: object, key: Key, where: str) -> ConfigError:
         hint = f"; write {number}"
     if optional:
         hint += ", or leave it out"
-    words = kind_name(kind, infinite=key.may_be_infinite)
-    return ConfigError(f"{name} = {shown(value)} ({where}) must be {words}{hint}")
+    return ConfigError(
+        f"{name} = {shown(value)} ({where}) must be "
+        f"{kind_name(kind, infinite=key.may_be_infinite)}{hint}"
+    )
 
 
 def meant(value: object) -> str:

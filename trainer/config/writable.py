@@ -52,13 +52,9 @@ def writable_folder(refused: Path) -> str:
     Args:
         refused: The refused folder.
     """
-    home = Path.home() / "outputs"
-    temporary = Path(tempfile.gettempdir()) / "outputs"
-    for folder in (Path("outputs"), home, temporary):
-        if is_writable(folder) and refused.absolute() not in (
-            folder.absolute(),
-            *folder.absolute().parents,
-        ):
+    for parent in (Path(), Path.home(), Path(tempfile.gettempdir())):
+        folder = parent / "outputs"
+        if is_writable(folder) and not folder.absolute().is_relative_to(refused.absolute()):
             return f", such as {str(folder) if folder.is_absolute() else f'./{folder}'!r}"
     return ""
 

@@ -105,15 +105,12 @@ def table(contents: Mapping[str, Contents], seq_len: int) -> str:
     names = [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths]
     rows = [["source", "documents", "tokens", "learned", "median", "longest", *names]]
     for name, one in contents.items():
-        median, longest = (
-            (int(np.median(one.lengths)), int(one.lengths.max()))
-            if len(one.lengths)
-            else (0, 0)
-        )
+        known = one.lengths if len(one.lengths) else np.zeros(1)
+        middle = (f"{int(n):,}" for n in (np.median(known), known.max()))
         counts = (f"{n:,}" for n in (len(one.lengths), one.tokens))
         shares = (f"{one.whole(n):.1%}" for n in lengths)
         learned = f"{one.learned / max(one.tokens, 1):.1%}"
-        rows.append([name or "all", *counts, learned, f"{median:,}", f"{longest:,}", *shares])
+        rows.append([name or "all", *counts, learned, *middle, *shares])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

@@ -59,10 +59,8 @@ def all_data(config: JobConfig) -> list[DataSettings]:
     """
     if config.task != "tokens":
         return []
-    return [
-        *training_data(config),
-        *([validation_data(config)] if config.validation.enable else []),
-    ]
+    validation = [validation_data(config)] if config.validation.enable else []
+    return training_data(config) + validation
 
 
 def first_start(config: JobConfig) -> list[str]:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -175,9 +174,11 @@ def data_identity(states: Positions, training: Training) -> dict[str, int | str]
         states: The states of this rank's streams, before the first batch.
         training: The table [training].
     """
-    here = asdict(training)
-    del here["dataset_path"]  # a machine may have the same files elsewhere
-    settings = {f"training.{name}": str(value) for name, value in here.items()}
+    settings = {
+        f"training.{name}": str(value)
+        for name, value in vars(training).items()
+        if name != "dataset_path"  # a machine may have the same files elsewhere
+    }
     # every stream begins alike
     return settings | dict(next(iter(states.values()), {}))
 

@@ -113,8 +113,7 @@ class MixtureStream:
         Raises:
             ConfigError: As the streams of the sources.
         """
-        sample = self.samples * self.data_streams + self.stream
-        source = source_of_sample(sample, self.ends)
+        source = source_of_sample(self.samples * self.data_streams + self.stream, self.ends)
         sequence = list(self.parts.values())[source].next_sample()
         self.samples += 1
         return replace(sequence, source=source)

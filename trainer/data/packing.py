@@ -53,7 +53,7 @@ class PackedSequence:
     labels: np.ndarray
     positions: np.ndarray
     document_ids: np.ndarray
-    padding: int = 0
+    padding: int
     source: int | None = None
 
 

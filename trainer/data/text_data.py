@@ -47,15 +47,15 @@ class TextData:
         Raises:
             ConfigError: A stream has no document with text, or there are fewer documents than streams.
         """
-        check_streams("the data set", len(self.source), data_streams)
+        check_streams("the data set", self.items, data_streams)
         if not (most := self.streams_with_text(data_streams or 1, seed)):
             raise ConfigError(
-                f"none of the {len(self.source)} documents of the data set holds text; give a document with text"
+                f"none of the {self.items} documents of the data set holds text; give a document with text"
             )
         if data_streams is not None and most < data_streams:
             raise ConfigError(
                 f"training.data_streams = {data_streams} leaves a stream without text, because many of the "
-                f"{len(self.source)} documents are empty; use {most}, leave it out, or leave out documents without text"
+                f"{self.items} documents are empty; use {most}, leave it out, or leave out documents without text"
             )
 
     def streams_with_text(self, data_streams: int, seed: int) -> int:
@@ -67,7 +67,7 @@ class TextData:
             data_streams: Number of streams.
             seed: Seed of the order.
         """
-        if len(self.source) > SORTED:
+        if self.items > SORTED:
             return data_streams
         return streams_with_text(self.source.lengths() > 0, data_streams, seed)
 
@@ -143,7 +143,7 @@ class TextData:
         Raises:
             ConfigError: Documents are missing, or were added at another place.
         """
-        now = len(self.source)
+        now = self.items
         before = saved.get("documents", now)
         if now > before and self.source.fingerprint(before) == saved.get("content"):
             logger.info(
@@ -153,9 +153,9 @@ class TextData:
             return before
         if now != before:
             raise ConfigError(
-                f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that its "
-                "positions would mean other data; restore the files (new ones may be added behind the last one), "
-                + AGAIN
+                f"the data set has {now:,} documents, and had {before:,} when the checkpoint was saved, so that "
+                "its positions would mean other data; restore the files (new ones may be added behind the last "
+                f"one), {AGAIN}"
             )
         return now
 

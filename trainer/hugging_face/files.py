@@ -53,8 +53,9 @@ def plan_files(
     sizes = {name: math.prod(shape) * BYTES[dtypes[name]] for name, shape in shapes.items()}
     groups = grouped(sizes, most_bytes)
     count = len(groups)
-    parts = [f"-{i:05}-of-{count:05}" for i in range(1, count + 1)] if count > 1 else [""]
-    names = [f"{stem}{part}.safetensors" for part in parts]
+    names = [f"{stem}-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    if count == 1:
+        names = [f"{stem}.safetensors"]
     files = [
         _new_file(name, {tensor: shapes[tensor] for tensor in group}, dtypes)
         for name, group in zip(names, groups, strict=True)

@@ -76,17 +76,16 @@ def with_scales(stored: Mapping[str, Stored]) -> dict[str, Stored]:
             -len(stored[name].shape) :
         ]
         if block_scales is None or block_scales.shape != grid:
-            problem = "is missing"
-            if block_scales is not None:
-                problem = f"has the shape {block_scales.shape}"
+            problem = (
+                "is missing" if block_scales is None else f"has the shape {block_scales.shape}"
+            )
             raise ConfigError(
                 f"{name} is stored as float8 and needs {name}{FLOAT8_SCALES} of shape {grid}, one scale for each block "
                 f"of {FLOAT8_BLOCK} x {FLOAT8_BLOCK}; it {problem}"
             )
-    with_own_scales = {name: replace(x, scales=scales.get(name)) for name, x in stored.items()}
     return {
-        name: x
-        for name, x in with_own_scales.items()
+        name: replace(x, scales=scales.get(name))
+        for name, x in stored.items()
         if scales.get(name.removesuffix(FLOAT8_SCALES)) != x
     }
 
@@ -101,11 +100,10 @@ def blocks_of(offsets: Sequence[int], lengths: Sequence[int]) -> tuple[list[int]
         lengths: Length of the part in each dimension.
     """
     firsts = [start // FLOAT8_BLOCK for start in offsets[-2:]]
-    lasts = [
-        -(-(start + n) // FLOAT8_BLOCK)
+    counts = [
+        -(-(start + n) // FLOAT8_BLOCK) - start // FLOAT8_BLOCK
         for start, n in zip(offsets[-2:], lengths[-2:], strict=True)
     ]
-    counts = [last - first for first, last in zip(firsts, lasts, strict=True)]
     return [*offsets[:-2], *firsts], [*lengths[:-2], *counts]
 
 

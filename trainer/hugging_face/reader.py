@@ -45,7 +45,7 @@ class HFReader(FileSystemReader):
                 name: (x.file.name, x.dtype, x.shape, x.start)
                 for name, x in folder.tensors.items()
             }
-        self.headers = json.dumps(places).encode() if headers is None else headers
+        self.headers = headers or json.dumps(places).encode()
         """Names, shapes and places of all tensors, for readers of other ranks: their folder may have another path."""
         entries = json.loads(self.headers).items()
         stored = {
@@ -53,19 +53,18 @@ class HFReader(FileSystemReader):
             for name, (file, dtype, shape, at) in entries
         }
         try:
-            self._stored = with_scales(stored)
+            stored = with_scales(stored)
         except ConfigError as error:
             raise ConfigError(f"{folder.path}: {error}") from None
-        self.left_aside = sum(name.startswith(LEFT_ASIDE) for name in self._stored)
+        self.left_aside = sum(name.startswith(LEFT_ASIDE) for name in stored)
         """Number of tensors of the folder that belong to the part that reads images."""
-        model = model.in_folder(self._stored)
+        model = model.in_folder(stored)
         for name, first in model.second_names.items():
-            if name in self._stored and first not in self._stored:
-                self._stored[first] = self._stored.pop(name)
+            if name in stored and first not in stored:
+                stored[first] = stored.pop(name)
+        self._stored = stored
         there = (name for ours in model.further for name in model.pairs[ours][1].names)
-        self.lacks_further = model.has_further and not any(
-            name in self._stored for name in there
-        )
+        self.lacks_further = model.has_further and not any(name in stored for name in there)
         """Whether the folder lacks the model's layers for further tokens."""
         model = model.without_further() if self.lacks_further else model
         self.pairs = model.pairs
@@ -118,27 +117,28 @@ class HFReader(FileSystemReader):
         Raises:
             OSError: The file cannot be read, or is shorter than before.
         """
-        shape = self.pairs[name][0].shape
-        hf = self.pairs[name][1]
+        ours, hf = self.pairs[name]
+        shape = ours.shape
         offsets = offsets or [0] * len(shape)
         lengths = shape if lengths is None else lengths
         if hf.stacked:
             return self._read_stacked(hf.stacked, shape, offsets, lengths)
         first, *others = offsets
         within_rows = _places([0, *others], lengths)
-        if hf.name not in self._stored:
-            return hf.from_hf(self._dequantised(hf.name, first, lengths[0]))[within_rows]
+        if hf.name not in self._stored:  # an MXFP4 tensor
+            packed = (self._stored[hf.name + kind] for kind in (BLOCKS, SCALES))
+            rows = dequantise(*(read_rows(part, first, lengths[0]) for part in packed))
+            return hf.from_hf(rows)[within_rows]
         stored = self._stored[hf.name]
         if hf.same_layout or 0 in lengths:
             return read_part(stored, [hf.first_row + first, *others], lengths)
         if hf.keeps_rows:
             return hf.from_hf(read_rows(stored, first, lengths[0]))[within_rows]
         if not hf.moves_rows:
-            whole = hf.from_hf(read_rows(stored, 0, stored.shape[0]))
-            return whole[_places(offsets, lengths)]
+            return hf.from_hf(read_rows(stored, 0, stored.shape[0]))[_places(offsets, lengths)]
         rows = hf.from_hf(torch.arange(shape[0]))[first : first + lengths[0]]
-        first = rows.min().item()
-        size = rows.max().item() + 1 - first
+        first, last = map(int, rows.aminmax())
+        size = last + 1 - first
         part = read_part(stored, [hf.first_row + first, *others], [size, *lengths[1:]])
         return part[rows - first]
 
@@ -168,11 +168,6 @@ class HFReader(FileSystemReader):
                     cut = [begin - start, *offsets[2:]], [end - begin, *lengths[2:]]
                     row[begin - first : end - first] = read_part(self._stored[name], *cut)
         return part
-
-    def _dequantised(self, name: str, first: int, rows: int) -> Tensor:
-        """Return rows [first, first + rows) of dimension 0 of an MXFP4 tensor, as floating-point numbers."""
-        parts = (self._stored[name + kind] for kind in (BLOCKS, SCALES))
-        return dequantise(*(read_rows(part, first, rows) for part in parts))
 
     def _check_equal(self, name: str, first: str) -> None:
         a = self._stored[name]

@@ -59,20 +59,19 @@ def read_folder(folder: Path) -> dict[str, Stored]:
         ConfigError: A file is missing or broken, a tensor is in another file than the index says, or there are two sets
             of weights.
     """
-    if not (folder / INDEX).is_file():
-        if not (folder / SINGLE).is_file():
+    index, single = folder / INDEX, folder / SINGLE
+    if not index.is_file():
+        if not single.is_file():
             raise ConfigError(
                 f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there; transformers' save_pretrained "
                 f"writes them"
             )
-        return _without_tables(read_file(folder / SINGLE))
+        return _without_tables(read_file(single))
     try:
-        files = dict(json.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
+        files = dict(json.loads(index.read_text("utf-8"))["weight_map"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"{folder / INDEX} is no index of tensors ({error}); copy it again"
-        ) from None
-    if (folder / SINGLE).is_file() and SINGLE not in files.values():
+        raise ConfigError(f"{index} is no index of tensors ({error}); copy it again") from None
+    if single.is_file() and SINGLE not in files.values():
         raise ConfigError(
             f"{folder} holds two sets of weights, {SINGLE} and the files of {INDEX}; remove the one that is not meant"
         )
@@ -80,13 +79,13 @@ def read_folder(folder: Path) -> dict[str, Stored]:
     for name in sorted(set(map(str, files.values()))):
         if Path(name).name != name:
             raise ConfigError(
-                f"{folder / INDEX} names {name!r}, which is no file of the folder; copy it again"
+                f"{index} names {name!r}, which is no file of the folder; copy it again"
             )
         tensors |= read_file(folder / name)
     for name, file in files.items():
         if name not in tensors or tensors[name].file.name != file:
             raise ConfigError(
-                f"{folder / INDEX} says that {name} is in {file}, and it is not; copy both again"
+                f"{index} says that {name} is in {file}, and it is not; copy both again"
             )
     return _without_tables(tensors)
 
@@ -112,10 +111,8 @@ def read_file(file: Path) -> dict[str, Stored]:
         ConfigError: The file is missing, cut short or no safetensors file, or a tensor has a dtype that is not in
             `BYTES`.
     """
-    from safetensors import (
-        SafetensorError,
-        safe_open,
-    )  # a machine without it runs models of its own
+    # a machine without it runs models of its own
+    from safetensors import SafetensorError, safe_open
 
     try:
         size = file.stat().st_size

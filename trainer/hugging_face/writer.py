@@ -76,11 +76,9 @@ class NewFolder:
         self._dtypes = dict.fromkeys(shapes, dtype) | dict(other_types or {})
         self._dtypes |= {name: DTYPES[x.dtype] for name, x in self._copied.items()}
         named = {name: _NAMES[self._dtypes[name]] for name in shapes}
-        self._files, self._index = plan_files(shapes, named, most_bytes, stem)
-        self._first = {file.tensors[0]: file for file in self._files}
-        self._starts = {
-            name: start for file in self._files for name, start in file.starts.items()
-        }
+        files, self._index = plan_files(shapes, named, most_bytes, stem)
+        self._first = {file.tensors[0]: file for file in files}
+        self._starts = {name: start for file in files for name, start in file.starts.items()}
         self._unfinished = unfinished_output(output)
         self._file: BinaryIO | None = None
         if self._unfinished.is_dir():
@@ -127,7 +125,7 @@ class NewFolder:
         if carried_from is not None:
             carry(carried_from, self._unfinished)
         for name, content in files.items():
-            text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+            text = content if isinstance(content, str) else f"{json.dumps(content, indent=2)}\n"
             (self._unfinished / name).write_text(text, "utf-8")
         sync(self._unfinished)
         if self._output.is_dir():
@@ -225,9 +223,8 @@ def add_tokens(source: Path, output: Path, tokens: Sequence[str]) -> tuple[list[
 def _with_rows(tensor: Tensor, rows: int, first: int) -> Tensor:
     """Return a new tensor of `rows` rows: the rows before `first`, followed by copies of their mean."""
     sums = sum(block.double().sum(0) for block in tensor[:first].split(_ROWS))
-    longer = (sums / first).to(tensor.dtype).expand(rows, -1).clone()
-    longer[:first] = tensor[:first]
-    return longer
+    mean = (sums / first).to(tensor.dtype)
+    return torch.cat([tensor[:first], mean.expand(rows - first, -1)])
 
 
 def _added_to_tokenizer(folder: Path, source: Path, tokens: Sequence[str]) -> list[int]:
@@ -267,7 +264,5 @@ def _added_to_tokenizer(folder: Path, source: Path, tokens: Sequence[str]) -> li
         content["added_tokens_decoder"] |= {
             str(i): {"content": token} | flags for i, token in zip(ids, tokens, strict=True)
         }
-        settings.write_text(
-            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-        )
+        settings.write_text(f"{json.dumps(content, indent=2, ensure_ascii=False)}\n", "utf-8")
     return ids

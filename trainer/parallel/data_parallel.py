@@ -34,13 +34,13 @@ class DataParallelOptions:
 
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    reshard_after_forward: bool = True
-    reshard_last: bool = False
+    reshard_after_forward: bool
+    reshard_last: bool
     """Whether to free the last unit after the forward too, although the backward needs it first."""
-    cpu_offload: bool = False
-    forward_prefetch: int = 0
+    cpu_offload: bool
+    forward_prefetch: int
     """Number of units to gather ahead of the running one; 0: FSDP's default, which is one."""
-    zero_copy: bool = False
+    zero_copy: bool
     """Whether messages are in memory of the process groups, if the groups have some."""
 
     @classmethod
@@ -51,19 +51,16 @@ class DataParallelOptions:
             job: The resolved job.
         """
         config = job.config
-        storage = getattr(torch, config.training.dtype)
-        reduce = (
-            storage
-            if storage == torch.float64
-            else getattr(torch, config.training.mixed_precision_reduce)
-        )
+        reduce = config.training.mixed_precision_reduce
+        if config.training.dtype == "float64":
+            reduce = "float64"
         how = config.parallelism.fsdp_reshard_after_forward
-        pipelined = job.pipeline is not None
         return cls(
             param_dtype=getattr(torch, job.compute_dtype),
-            reduce_dtype=reduce,
+            reduce_dtype=getattr(torch, reduce),
             # In a pipeline parameters stay gathered for the next micro-batch.
-            reshard_after_forward=how == "always" or (how == "default" and not pipelined),
+            reshard_after_forward=how == "always"
+            or (how == "default" and job.pipeline is None),
             reshard_last=how == "always",
             cpu_offload=config.training.enable_cpu_offload,
             forward_prefetch=config.parallelism.fsdp_forward_prefetch,
@@ -77,9 +74,9 @@ class InnerUnits:
 
     mesh: DeviceMesh
     by_unit: Mapping[nn.Module, nn.Module]
-    placement: Callable[[nn.Parameter], Shard] | None = None
+    placement: Callable[[nn.Parameter], Shard] | None
     """Which dimension of a parameter to shard; None: the first."""
-    reduce_group: ProcessGroup | None = None
+    reduce_group: ProcessGroup | None
     """See `apply_data_parallel`."""
 
 
@@ -89,7 +86,7 @@ class Units:
 
     in_order: Sequence[nn.Module]
     """Units that are gathered one at a time, in the order of the forward."""
-    last: nn.Module | None = None
+    last: nn.Module | None
     """One more unit, whose parameters the backward needs first; it stays gathered unless `reshard_last`."""
     inner: InnerUnits | None = None
     """Units inside units of `in_order`."""
@@ -140,8 +137,7 @@ def apply_data_parallel(
     fully_shard(model, **settings)
     if inner is not None:
         # Each unit gathers at least the next one: a host that waits for the routing does not run ahead of the device.
-        ahead = max(2 * options.forward_prefetch, 1)
-        options = replace(options, forward_prefetch=ahead)
+        options = replace(options, forward_prefetch=max(2 * options.forward_prefetch, 1))
     _prefetch(_order(reshard, inner), options, last_is_apart=units.last is not None)
     _set_reductions(model, mesh, reduce_group, inner, options)
 
@@ -309,18 +305,13 @@ def keep_on_host(model: nn.Module, *names: str) -> None:
         *names: Names of the arguments, which must be passed by name.
     """
 
-    def hide(name: str, x: object) -> object:
-        return _Held(x) if name in names and isinstance(x, Tensor) else x
+    def hide(_module: object, args: object, inputs: dict[str, Any]) -> tuple:
+        held = {n: _Held(inputs[n]) for n in names if isinstance(inputs.get(n), Tensor)}
+        return args, inputs | held
 
-    def show(_name: str, x: object) -> object:
-        return x.tensor if isinstance(x, _Held) else x
-
-    def changed_by(change: Callable[[str, object], object]) -> Callable[..., object]:
-        return lambda _module, args, inputs: (
-            args,
-            {n: change(n, x) for n, x in inputs.items()},
-        )
+    def show(_module: object, args: object, inputs: dict[str, Any]) -> tuple:
+        return args, {n: x.tensor if isinstance(x, _Held) else x for n, x in inputs.items()}
 
     # before the hook of `fully_shard`
-    model.register_forward_pre_hook(changed_by(hide), prepend=True, with_kwargs=True)
-    model.register_forward_pre_hook(changed_by(show), with_kwargs=True)
+    model.register_forward_pre_hook(hide, prepend=True, with_kwargs=True)
+    model.register_forward_pre_hook(show, with_kwargs=True)

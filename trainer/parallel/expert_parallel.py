@@ -82,10 +82,10 @@ def expert_units(
         experts: Block -> its experts.
         dims: The meshes of the run.
     """
-    if dims.degrees.ep is None:
+    ep = dims.degrees.ep
+    if ep is None:
         return None
     ranks = dims.degrees.efsdp
-    ep = dims.degrees.ep
 
     def placement(parameter: nn.Parameter) -> Shard:
         whole_experts = parameter.shape[0] // ep % ranks == 0
@@ -140,10 +140,10 @@ class DispatchPlan:
     tokens: int
     places: Tensor
     peers: Tensor
-    sent: tuple[int, ...]
+    sent: list[int]
     """Number of tokens that are sent to each rank."""
-    received: tuple[int, ...]
-    pairs: tuple[int, ...]
+    received: list[int]
+    pairs: list[int]
     """Number of tokens that have chosen each expert of this rank."""
     group: ProcessGroup
 
@@ -161,27 +161,21 @@ class Routing:
         """
         ranks = group.size()
         own = group.rank()
-        goes = torch.zeros(len(chosen), ranks, dtype=torch.int64, device=chosen.device)
+        tokens = len(chosen)
+        goes = chosen.new_zeros(tokens, ranks)
         goes.scatter_(1, chosen.div(experts, rounding_mode="floor"), 1)
-        counts = torch.zeros(ranks * (1 + experts), dtype=torch.int64, device=chosen.device)
+        counts = chosen.new_zeros(ranks * (1 + experts))
         counts[:ranks] = goes.sum(0)
         counts[ranks:].scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         table = all_gather(counts, group).tolist()
         sent = table[own][:ranks]
         received = [row[own] for row in table]
         first = ranks + own * experts
-        pairs = (sum(row[i] for row in table) for i in range(first, first + experts))
+        pairs = [sum(row[i] for row in table) for i in range(first, first + experts)]
         order = goes.t().flatten().argsort(descending=True, stable=True)[: sum(sent)]
-        peers = order.div(max(len(chosen), 1), rounding_mode="floor")
-        return DispatchPlan(
-            len(chosen),
-            order - peers * len(chosen),
-            peers,
-            tuple(sent),
-            tuple(received),
-            tuple(pairs),
-            group,
-        )
+        peers = order.div(max(tokens, 1), rounding_mode="floor")
+        places = order - peers * tokens
+        return DispatchPlan(tokens, places, peers, sent, received, pairs, group)
 
     def pairs(self, owner: Tensor, experts: int) -> list[int]:
         """Return how many pairs each expert has; the host waits for it.
@@ -223,12 +217,8 @@ class _StartDispatch(torch.autograd.Function):
     def backward(ctx, *_sent):
         arrived, pending = ctx.flight.pop()
         pending.wait()
-        return (
-            *(added_rows(part, ctx.plan.places, ctx.plan.tokens) for part in arrived),
-            None,
-            None,
-            None,
-        )
+        gradients = (added_rows(part, ctx.plan.places, ctx.plan.tokens) for part in arrived)
+        return *gradients, None, None, None
 
 
 class _Arrived(torch.autograd.Function):
@@ -248,13 +238,8 @@ class _Arrived(torch.autograd.Function):
     def backward(ctx, drows, dweights, _dnumbers):
         kind = "expert_dispatch_backward"
         ctx.flight.append(_start_exchange([drows, dweights], ctx.plan, kind, back=True))
-        return (
-            drows,
-            dweights,
-            None,
-            None,
-            None,
-        )  # for autograd alone; the exchange sends the tokens' gradients
+        # for autograd alone; the exchange sends the tokens' gradients
+        return drows, dweights, None, None, None
 
 
 def _combined(sums: Tensor, plan: DispatchPlan) -> Tensor:

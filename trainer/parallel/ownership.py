@@ -337,7 +337,7 @@ def _boxes(parameter: Tensor, ranks: tuple[int, ...], known: dict[Hashable, Boxe
         grid = [dist.get_rank()]
         placements = ()
     else:
-        mesh_shape = tuple(parameter.device_mesh.shape)
+        mesh_shape = parameter.device_mesh.shape
         placements = parameter.placements
         grid = parameter.device_mesh.mesh.flatten().tolist()
     key = shape, mesh_shape, tuple(grid), placements
@@ -364,7 +364,7 @@ def rows_here(parameter: Tensor) -> Ranges:
         return ((0, parameter.shape[0]),)
     mesh = parameter.device_mesh
     shape = (parameter.shape[0], 1)
-    return _box(shape, tuple(mesh.shape), mesh.get_coordinate(), parameter.placements).rows
+    return _box(shape, mesh.shape, mesh.get_coordinate(), parameter.placements).rows
 
 
 def _box(

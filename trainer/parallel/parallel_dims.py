@@ -90,9 +90,8 @@ def lines(dims: Sequence[str], along: Sequence[str], sizes: Mapping[str, int]) -
         along: The dims of the mesh, in any order.
         sizes: Size of each dim.
     """
-    grid = torch.arange(math.prod(sizes[name] for name in dims)).view(
-        [sizes[name] for name in dims]
-    )
+    shape = [sizes[name] for name in dims]
+    grid = torch.arange(math.prod(shape)).view(shape)
     others = [place for place, name in enumerate(dims) if name not in along]
     inner = [place for place, name in enumerate(dims) if name in along]
     rows = grid.permute(others + inner).reshape(-1, math.prod(sizes[name] for name in along))
@@ -148,10 +147,10 @@ class ParallelDims:
         for way in ways:
             self._add(way, device_type, sizes)
         several = sum(1 < len(rows[0]) < degrees.world_size for rows in self._by_rows)
-        seconds = time.monotonic() - started
         if several:
             logger.info(
-                f"process groups other than the group of all ranks: {several}, made in {seconds:.1f} s"
+                f"process groups other than the group of all ranks: {several}, "
+                f"made in {time.monotonic() - started:.1f} s"
             )
 
     def _add(self, way: Factorisation, device_type: str, sizes: Mapping[str, int]) -> None:
@@ -159,18 +158,19 @@ class ParallelDims:
 
         If an earlier mesh has the same groups, the name refers to the earlier mesh.
         """
-        rows = {name: lines(way.dims, (name,), sizes) for name in way.dims}
+        dims = way.dims
+        rows = {name: lines(dims, (name,), sizes) for name in dims}
         groups = {
             dim_rows: self._group(dim_rows, name)
-            for dim_rows, name in {rows[name]: name for name in way.dims}.items()
+            for dim_rows, name in {rows[name]: name for name in dims}.items()
         }
-        grid = torch.arange(self.degrees.world_size).view([sizes[name] for name in way.dims])
-        dim_groups = [groups[rows[name]] for name in way.dims]
-        root = DeviceMesh.from_group(dim_groups, device_type, grid, mesh_dim_names=way.dims)
-        for name in way.dims:
+        grid = torch.arange(self.degrees.world_size).view([sizes[name] for name in dims])
+        dim_groups = [groups[rows[name]] for name in dims]
+        root = DeviceMesh.from_group(dim_groups, device_type, grid, mesh_dim_names=dims)
+        for name in dims:
             self._meshes.setdefault(name, self._by_rows.setdefault(rows[name], root[name]))
         for name, parts in way.flattened.items():
-            group_rows = lines(way.dims, parts, sizes)
+            group_rows = lines(dims, parts, sizes)
             if group_rows not in self._by_rows:
                 self._by_rows[group_rows] = flattened(root[parts], name)
             self._meshes[name] = self._by_rows[group_rows]
@@ -261,8 +261,7 @@ class ParallelDims:
         A collective of all ranks, if no mesh has these ranks.
         """
         root = self._roots[0]
-        sizes = self.degrees.sizes()
-        rows = lines(root.mesh_dim_names, root.mesh_dim_names[1:], sizes)
+        rows = lines(root.mesh_dim_names, root.mesh_dim_names[1:], self.degrees.sizes())
         if (rows, "stage") not in self._own:
             self._own[rows, "stage"] = self._group(rows, "stage")
         return self._own[rows, "stage"]

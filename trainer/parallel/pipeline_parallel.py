@@ -33,9 +33,9 @@ class HiddenStates:
 
     dim: int
     dtype: torch.dtype
-    tp: int = 1
+    tp: int
     """Number of tensor-parallel ranks; they shard the hidden states along the sequence."""
-    rows: int = 1
+    rows: int
     """Rows for each sequence of a step: one, and one for each further token."""
 
     def shape(self, sequences: int, length: int) -> tuple[int, int, int]:
@@ -120,7 +120,6 @@ class Pipeline:
         states are sent in the order of the stages, for every schedule. A collective over the pipeline.
         """
         rank = self.mesh.get_local_rank()
-        stages = len(self.plan.stages)
         owners = {
             number: r for r in range(self.mesh.size()) for number in self.plan.stages_of(r)
         }
@@ -137,7 +136,7 @@ class Pipeline:
                 arriving = Transfer(x, owners[number - 1], is_send=False)
                 send_receive([arriving], self._group, kind="pipeline").wait()
             hidden = part(x, **arguments)
-            if number + 1 < stages and owners[number + 1] != rank:
+            if owners.get(number + 1, rank) != rank:
                 leaving = Transfer(hidden.contiguous(), owners[number + 1], is_send=True)
                 sent.append(send_receive([leaving], self._group, kind="pipeline"))
         for pending in sent:
@@ -166,8 +165,8 @@ class Pipeline:
             self._prepare(self._shape)
 
     def _prepare(self, shape: tuple[int, int]) -> None:
-        sequences = shape[0] // self.plan.micro_batches
-        length = shape[1]
+        batch, length = shape
+        sequences = batch // self.plan.micro_batches
         tokens = torch.empty(sequences, length, dtype=torch.int64, device="meta")
         hidden_shape = self.hidden.shape(sequences * self.hidden.rows, length)
         hidden = torch.empty(hidden_shape, dtype=self.hidden.dtype, device="meta")
@@ -197,10 +196,11 @@ class Pipeline:
                 f"parallelism.pipeline_parallel_schedule = {self.plan.schedule!r} needs PyTorch 2.12 or newer on CPUs; "
                 f"this is {torch.__version__}, whose ranks send themselves a message; use 'Interleaved1F1B'"
             )
-        settings = {
-            "loss_fn": lambda hidden, labels: self._loss(self.model_parts[-1], hidden, labels)
-        }
-        settings["scale_grads"] = False
         kind = torch_schedules.get_schedule_class(self.plan.schedule)
         single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
-        return kind(stages[0] if single else stages, self.plan.micro_batches, **settings)
+        return kind(
+            stages[0] if single else stages,
+            self.plan.micro_batches,
+            loss_fn=lambda hidden, labels: self._loss(self.model_parts[-1], hidden, labels),
+            scale_grads=False,
+        )

@@ -95,9 +95,7 @@ class OwnPositions(ParallelStyle):
         def own(_part: nn.Module, inputs: tuple[Tensor, Tensor | None]) -> tuple:
             x, positions = inputs
             rows = x.shape[1]
-            return x, None if positions is None else positions[
-                :, rank * rows : (rank + 1) * rows
-            ]
+            return x, None if positions is None else positions.narrow(1, rank * rows, rows)
 
         module.register_forward_pre_hook(own)
         return module

@@ -29,19 +29,15 @@ def check_same(values: Mapping[str, int | str], subject: str) -> None:
     Raises:
         SharedConfigError: On every rank, if the values differ; it names the values that differ.
     """
-    rank_values = gather_values(values)
-    if other := next(
-        (rank for rank, theirs in enumerate(rank_values) if theirs != rank_values[0]), None
-    ):
-        names = sorted(
-            name
-            for name in {*rank_values[0], *rank_values[other]}
-            if rank_values[0].get(name) != rank_values[other].get(name)
-        )
-        raise SharedConfigError(
-            f"rank {other} has other {subject} than rank 0 ({', '.join(names)}); every machine must have the same "
-            "configuration, the same tokenizer and the same files"
-        )
+    first, *others = gather_values(values)
+    for rank, theirs in enumerate(others, 1):
+        if theirs != first:
+            both = {*first, *theirs}
+            names = sorted(name for name in both if first.get(name) != theirs.get(name))
+            raise SharedConfigError(
+                f"rank {rank} has other {subject} than rank 0 ({', '.join(names)}); every machine must "
+                "have the same configuration, the same tokenizer and the same files"
+            )
 
 
 def control_group() -> ProcessGroup:
@@ -73,9 +69,8 @@ def once_a_node(find: Callable[[], str]) -> str:
         find: The function.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    rank = dist.get_rank()
     text = raise_on_all_ranks(find if local_rank == 0 else str)
-    return gather_values(text)[rank - local_rank]
+    return gather_values(text)[dist.get_rank() - local_rank]
 
 
 def gather_values(value: Any, over: Over = None) -> list[Any]:

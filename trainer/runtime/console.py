@@ -55,7 +55,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not getattr(record, "terminal_only", False):
             now = time.strftime("%H:%M:%S")
-            message = self.prefix + record.getMessage()
+            message = f"{self.prefix}{record.getMessage()}"
             self.put("".join(f"{now} {line}\n" for line in message.splitlines()))
 
     def put(self, text: str) -> None:
@@ -67,17 +67,17 @@ class _Lines(logging.Handler):
 class _Terminal(_Lines):
     """On a terminal: lines of its width, in colours if they are wanted, and a last line that changes."""
 
-    def __init__(self, rank: int, *, color: bool) -> None:
+    def __init__(self, rank: int) -> None:
         super().__init__(rank)
         self.live = ""
-        self.color = color
+        self.color = "NO_COLOR" not in os.environ
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = self.prefix + record.getMessage()
+        message = f"{self.prefix}{record.getMessage()}"
         width = shutil.get_terminal_size().columns
         if getattr(record, "live", False):
             self.live = message.splitlines()[0][: width - 1]
-            self.put(_ERASE + self.live)
+            self.put(f"{_ERASE}{self.live}")
             return
         self.erase()  # the next step shows it again
         # Break lines between words, and indent the next ones. A path is never broken.
@@ -144,9 +144,8 @@ def set_up_logging(rank: int) -> None:
     Args:
         rank: Number of this rank.
     """
-    color = "NO_COLOR" not in os.environ
     logging_ranks = [word.strip() for word in os.environ.get("LOG_RANK", "0").split(",")]
-    handler = _Terminal(rank, color=color) if sys.stdout.isatty() else _Lines(rank)
+    handler = _Terminal(rank) if sys.stdout.isatty() else _Lines(rank)
     for shown in (logger, logging.getLogger("longshard")):
         shown.handlers = [handler]
         shown.setLevel(logging.INFO if str(rank) in logging_ranks else logging.WARNING)

@@ -97,12 +97,12 @@ def _gpu_files() -> int:
 def _host_memory() -> int | None:
     """Return the bytes of memory that processes may use: of the machine, or its container if less; None if unknown."""
     limits = []
-    for path in (
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    for file in (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
     ):
         with suppress(OSError, ValueError):
-            limits.append(int(path.read_text()))
+            limits.append(int(Path(file).read_text()))
     with suppress(OSError, ValueError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return min(limits, default=None)

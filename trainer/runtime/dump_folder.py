@@ -42,11 +42,12 @@ def folders_of(config: JobConfig) -> dict[str, Path]:
     Args:
         config: The configuration.
     """
-    folders = {"job.dump_folder": Path(config.job.dump_folder)}
+    folder = Path(config.job.dump_folder)
+    folders = {"job.dump_folder": folder}
     settings = config.checkpoint
     if settings.enable and not settings.load_only and not is_address(settings.folder):
-        checkpoints = Path(config.job.dump_folder, settings.folder)
-        if checkpoints.resolve() != folders["job.dump_folder"].resolve():
+        checkpoints = folder / settings.folder
+        if checkpoints.resolve() != folder.resolve():
             folders["checkpoint.folder"] = checkpoints
     return folders
 
@@ -72,16 +73,15 @@ def save_configuration(config: JobConfig) -> None:
     Raises:
         ConfigError: The folder cannot be written to.
     """
-    folder = Path(config.job.dump_folder)
+    file = Path(config.job.dump_folder, RUN_FILE)
     text = configuration_text(config)
     if text is None:
-        file = folder / RUN_FILE
         logger.warning(
             f"{file} is not written, so `lct generate` cannot read this run: install tomli-w"
         )
         return
-    with writing_to(folder):
-        (folder / RUN_FILE).write_bytes(text)
+    with writing_to(file.parent):
+        file.write_bytes(text)
 
 
 @contextmanager

@@ -21,8 +21,7 @@ def page_locked_like(tensor: Tensor, key: str, advice: str) -> Tensor:
         MemoryError: The system does not lock this amount of memory.
     """
     buffer = system_memory_like(tensor)
-    size = tensor.numel() * tensor.element_size()
-    if size:
+    if size := tensor.nbytes:
         runtime = torch.cuda.cudart()
         place = buffer.data_ptr()
         if error := int(runtime.cudaHostRegister(place, size, 0)):
@@ -40,7 +39,7 @@ def system_memory_like(tensor: Tensor) -> Tensor:
     Args:
         tensor: A tensor of any shape.
     """
-    size = tensor.numel() * tensor.element_size()
+    size = tensor.nbytes
     flat = torch.frombuffer(mmap.mmap(-1, max(size, 1)), dtype=torch.uint8)
     # A transposed tensor stays transposed, so that the recomputation sums in the same order.
     strides = torch.empty_like(tensor, device="meta").stride()

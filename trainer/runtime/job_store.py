@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -59,10 +60,9 @@ def serve(listener: socket.socket, address: str) -> "TCPStore":
     """
     from torch.distributed import TCPStore
 
-    port = listener.getsockname()[1]
     return TCPStore(
         address,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
@@ -131,11 +131,11 @@ def _listener(nodes: Nodes) -> socket.socket:
     deadline = time.monotonic() + ANSWER_SECONDS
     while True:
         try:
-            if socket.has_dualstack_ipv6():
-                return socket.create_server(
-                    ("", nodes.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-                )
-            return socket.create_server(("", nodes.port), backlog=1024)
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            return socket.create_server(
+                ("", nodes.port), family=family, dualstack_ipv6=both, backlog=1024
+            )
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(
@@ -255,14 +255,14 @@ def _join(store: "TCPStore", nodes: Nodes, me: dict[str, Any], waiting: "_Waitin
         raise (ConfigError if is_setting else NodesMissing)(text)
 
 
+@dataclass
 class _Waiting:
     """The time-out of a node that waits for others, and the lines that it prints."""
 
-    def __init__(self, nodes: Nodes, timeout_seconds: float) -> None:
-        self.nodes = nodes
-        self.timeout = timeout_seconds
-        self.started = time.monotonic()
-        self.lines = 0
+    nodes: Nodes
+    timeout: float
+    started: float = field(default_factory=time.monotonic)
+    lines: int = 0
 
     def missing(self, store: "TCPStore") -> list[int]:
         """Return the ranks of the nodes that have not come."""

@@ -126,10 +126,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--nproc-per-node", required=True, help="ranks on this node")
-    text = "seconds to wait for other nodes (default: 300)"
-    add("--start-timeout", default="300", help=text)
-    text = "module that each rank runs (default: the training)"
-    add("--program", default=_PROGRAM, help=text)
+    add("--start-timeout", default="300", help="seconds to wait for other nodes (default: 300)")
+    add(
+        "--program", default=_PROGRAM, help="module that each rank runs (default: the training)"
+    )
     text = "module to import before ranks are forked, where that is possible; without it each rank is a fresh process"
     add("--preload", help=text)
     text = "folder of the files of NCCL's watchdogs; without it, a rank that they end is reported as crashed"
@@ -182,9 +182,9 @@ def _run(launch: Launch, watchdog: "Watchdog", stop_signals: Sequence[signal.Sig
             report(f"error: stopped by {stopped.number.name}")
             return 128 + stopped.number
         if processes.overdue:
-            ranks = ", ".join(map(str, processes.overdue))
             report(
-                f"error: rank {ranks} still ran {launch.end_seconds:g} s (comm.checkpoint_timeout_seconds) after rank "
+                f"error: rank {', '.join(map(str, processes.overdue))} still ran "
+                f"{launch.end_seconds:g} s (comm.checkpoint_timeout_seconds) after rank "
                 f"{processes.ends[0].rank} had ended, and was killed"
             )
             return 1
@@ -259,12 +259,8 @@ class Watchdog:
         """
         if self.folder is None or code != -signal.SIGABRT:
             return False
-        paths = (
-            self.folder.glob(flight_record("*"))
-            if rank is None
-            else [self.folder / flight_record(rank)]
-        )
-        return any(path.exists() and path.stat().st_mtime >= self._started for path in paths)
+        paths = self.folder.glob(flight_record("*" if rank is None else rank))
+        return any(path.stat().st_mtime >= self._started for path in paths)
 
     def grace_of(self, first: RankEnd) -> tuple[float, bool]:
         """Return the seconds that the other ranks have after the first failure, and whether to show their stacks.
@@ -325,15 +321,12 @@ def _cause(
         ends: The ends of all ranks of this node, in order.
         lost_peers: Whether a rank ended because of another one.
     """
-    failures = [end for end in ends if end.code != 0]
-    first = failures[0]
-    if not lost_peers(first):
+    first, *later = [end for end in ends if end.code != 0]
+    others = [end for end in later if not lost_peers(end)]
+    if not others or not lost_peers(first):
         return first, False
     # a rank that SIGTERM could end did not hang
     ended_by_us = {-signal.SIGKILL: 1, -signal.SIGTERM: 2}
-    others = [end for end in failures if not lost_peers(end)]
-    if not others:
-        return first, False
     cause = min(others, key=lambda end: ended_by_us.get(end.code, 0))
     return cause, cause.code in ended_by_us
 
@@ -348,13 +341,13 @@ def _passing_signals_on(
     Without ranks a signal ends the launcher by `Stopped`, and so does a signal that is not passed on.
     """
     received = []
-    others = [number for number in stop_signals if number != signal.SIGUSR1]
-    instead_of = {signal.SIGUSR1: others[0] if others else signal.SIGTERM}
+    others = (number for number in stop_signals if number != signal.SIGUSR1)
+    instead = next(others, signal.SIGTERM)
 
     def pass_on(number: int, _: FrameType | None) -> None:
         if not processes.running:
             raise Stopped(number)
-        sent = instead_of.get(signal.Signals(number), signal.Signals(number))
+        sent = instead if number == signal.SIGUSR1 else signal.Signals(number)
         received.append(sent)
         processes.send(sent)
 

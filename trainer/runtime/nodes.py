@@ -68,9 +68,7 @@ class Nodes:
             raise ConfigError(
                 f"MASTER_ADDR = {address!r} must be one host name or IP address, such as MASTER_ADDR=node-a"
             )
-        names = tuple(
-            name.strip() for name in values.get("NODE_NAMES", "").split(",") if name.strip()
-        )
+        names = tuple(filter(None, map(str.strip, values.get("NODE_NAMES", "").split(","))))
         if names and len(names) != count:
             raise ConfigError(
                 f"NODE_NAMES = {values['NODE_NAMES']!r} has {len(names)} names, but NNODES = {count}; name each "
@@ -133,11 +131,12 @@ def _rank(values: Mapping[str, str], count: int) -> int:
             f"NNODES = {count} needs NODE_RANK on each node (or {', '.join(_RANKS[1:])}): NODE_RANK=0 on the node of "
             f"MASTER_ADDR, up to NODE_RANK={count - 1}"
         )
-    if not re.fullmatch(r"[0-9]{1,9}", values[name]) or int(values[name]) >= count:
+    text = values[name]
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) >= count:
         raise ConfigError(
-            f"{name} = {values[name]!r} must be a number from 0 to {count - 1}, because NNODES = {count}"
+            f"{name} = {text!r} must be a number from 0 to {count - 1}, because NNODES = {count}"
         )
-    return int(values[name])
+    return int(text)
 
 
 def _is_ours(family: socket.AddressFamily, address: str) -> bool:

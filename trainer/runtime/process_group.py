@@ -145,8 +145,7 @@ def process_group(
         if device.type == "cpu":  # NCCL could wait for ever for its peers
             dist.destroy_process_group()
         raise
-    else:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 @contextmanager

@@ -159,24 +159,21 @@ class RankProcesses:
         """
         deadline = None
         shows_stacks = False
-        first_end = None
+        last_end = math.inf
         while self.running:
             time.sleep(_POLL_SECONDS)
             self.look()
+            now = time.monotonic()
             if deadline is None and self.first_failure is not None:
                 seconds, shows_stacks = grace_of(self.first_failure)
-                deadline = time.monotonic() + seconds
+                deadline = now + seconds
                 self.send(signal.SIGTERM)
-            if first_end is None and self.ends:
-                first_end = time.monotonic()
-            if (
-                deadline is None
-                and first_end is not None
-                and time.monotonic() > first_end + end_seconds
-            ):
+            if last_end == math.inf and self.ends:
+                last_end = now + end_seconds
+            if deadline is None and now > last_end:
                 self.overdue = self.running
                 self.kill(show_stacks=True)
-            if deadline is not None and time.monotonic() > deadline:
+            if deadline is not None and now > deadline:
                 self.kill(show_stacks=shows_stacks)
 
     def end_by(self, number: signal.Signals, seconds: float) -> None:
@@ -232,12 +229,12 @@ def _fresh(program: RankProgram, variables: Mapping[str, str]) -> subprocess.Pop
     return subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
 
 
+@dataclass
 class _Fork:
     """A forked process, with the two names of `subprocess.Popen` that are used here."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self._code: int | None = None
+    pid: int
+    _code: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""

@@ -100,19 +100,20 @@ class Reports:
         answer.
         """
         reports = {}
+        store = self._reports
 
         def talk() -> None:
             try:
-                self._reports.append("lines", f"{self.process.rank} {how}\n")
-                count = self._reports.add("count", 1)
+                store.append("lines", f"{self.process.rank} {how}\n")
+                count = store.add("count", 1)
                 deadline = time.monotonic() + patience_seconds
-                while count < self.process.world_size and not self._reports.add("over", 0):
+                while count < self.process.world_size and not store.add("over", 0):
                     if time.monotonic() >= deadline:
                         # the first rank to give up ends the wait of all
-                        self._reports.add("over", 1)
+                        store.add("over", 1)
                     time.sleep(0.1)
-                    count = self._reports.add("count", 0)
-                lines = self._reports.get("lines").decode().splitlines()
+                    count = store.add("count", 0)
+                lines = store.get("lines").decode().splitlines()
             except RuntimeError:  # the launcher, and the store with it, has ended
                 return
             reports.update(

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 from trainer.config.schema import STOP_SIGNALS
@@ -111,7 +111,7 @@ class Stop:
         self.prints = prints
         self.started = time.monotonic()
         self.signal = 0
-        self._entered = False
+        self._undo = ExitStack()
 
     def votes(self) -> list[float]:
         """Return this rank's votes, 0 or 1: for `max_minutes`, then for each signal of `signals`.
@@ -140,36 +140,30 @@ class Stop:
         if threading.current_thread() is threading.main_thread():
             # Python handles signals in the main thread, which may wait in a collective. The watcher reads their numbers
             # from this pipe as soon as they arrive.
-            self._read_end, self._write_end = os.pipe()
-            os.set_blocking(self._write_end, False)
-            self._wakeup_before = signal.set_wakeup_fd(
-                self._write_end, warn_on_full_buffer=False
-            )
-            self._handlers = handled_by(dict.fromkeys(self.signals, lambda *_: None))
-            self._handlers.__enter__()
-            self._watcher = threading.Thread(
-                target=self._watch, name="stop signals", daemon=True
-            )
-            self._watcher.start()
-            self._entered = True
+            self._read_end, write_end = os.pipe()
+            os.set_blocking(write_end, False)
+            watcher = threading.Thread(target=self._watch, name="stop signals", daemon=True)
+            before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+            # undone in the reverse order
+            self._undo.callback(os.close, self._read_end)
+            self._undo.callback(watcher.join)
+            self._undo.callback(os.close, write_end)  # the watcher reads its end
+            self._undo.callback(signal.set_wakeup_fd, before)
+            quiet = handled_by(dict.fromkeys(self.signals, lambda *_: None))
+            self._undo.enter_context(quiet)
+            watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._entered:
-            self._entered = False
-            self._handlers.__exit__(None, None, None)
-            signal.set_wakeup_fd(self._wakeup_before)
-            os.close(self._write_end)  # the watcher reads its end
-            self._watcher.join()
-            os.close(self._read_end)
+        self._undo.close()
 
     def _watch(self) -> None:
         first = 0.0
         ready = select.poll()  # `select` takes the first 1024 files only
         ready.register(self._read_end)
         while True:
-            left = max(first + self.timeout - time.monotonic(), 0) if self.signal else None
-            if not ready.poll(None if left is None else 1000 * left):
+            left = first + self.timeout - time.monotonic()
+            if not ready.poll(1000 * max(left, 0) if self.signal else None):
                 if self.prints:
                     limit = f"checkpoint.stop_timeout_seconds = {self.timeout}"
                     report(f"error: not stopped within {limit}: ended at once")

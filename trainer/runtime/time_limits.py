@@ -35,12 +35,11 @@ class TimeLimits:
     def __init__(
         self, comm: Comm, highest: Callable[[float], float], apply: Callable[[float], None]
     ) -> None:
-        self._comm = comm
         self._highest = highest
         self._apply = apply
         self.seconds: float = comm.init_timeout_seconds
         """The current time-out, in seconds."""
-        self._first: float = comm.init_timeout_seconds
+        self._first = self.seconds
         self._least: float = comm.train_timeout_seconds
         self._longest = 0.0
         self._steps_read = 0
@@ -54,8 +53,8 @@ class TimeLimits:
             predicted: Seconds of a step, 0.0 if nothing is known.
         """
         predicted_limit = STEPS_OF_A_LIMIT * self._highest(predicted)
-        self._first = max(self._comm.init_timeout_seconds, predicted_limit)
-        self._least = max(self._comm.train_timeout_seconds, predicted_limit)
+        self._first = max(self._first, predicted_limit)
+        self._least = max(self._least, predicted_limit)
         self._set(self._first, "the predicted step")
         self._started = time.monotonic()
 
@@ -128,11 +127,10 @@ def limits_raised(comm: Comm, step_seconds: float) -> str:
         step_seconds: Predicted seconds of a step.
     """
     needed = STEPS_OF_A_LIMIT * step_seconds
-    settings = {
-        name: getattr(comm, name) for name in ("init_timeout_seconds", "train_timeout_seconds")
-    }
     short = " and ".join(
-        f"comm.{name} = {seconds:g}" for name, seconds in settings.items() if seconds < needed
+        f"comm.{name} = {getattr(comm, name):g}"
+        for name in ("init_timeout_seconds", "train_timeout_seconds")
+        if getattr(comm, name) < needed
     )
     if not short:
         return ""

@@ -171,18 +171,15 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     elsewhere = "or start from step 0 in another checkpoint.folder"
     check_same_model(state, config, model, path, remedy=f"resume with that, {elsewhere}")
     excluded = config.checkpoint.exclude_from_loading
-    left = config.training.steps - state.step
-    if state.model_only and left > 0 and "optimizer" not in excluded:
+    keeps_states = "optimizer" not in excluded
+    if state.model_only and keeps_states and config.training.steps > state.step:
         raise ConfigError(
             f"training.steps = {config.training.steps} is beyond the checkpoint {path}, which holds the weights "
             "alone (checkpoint.last_save_model_only); resume from an earlier step with checkpoint.load_step, or use a "
             f"new optimizer: --checkpoint.load_step {state.step} --checkpoint.exclude_from_loading optimizer"
         )
-    if (
-        not state.model_only
-        and "optimizer" not in excluded
-        and state.optimizer not in ("", states_of(config))
-    ):
+    known = ("", states_of(config))
+    if keeps_states and not state.model_only and state.optimizer not in known:
         raise ConfigError(
             f"optimizer.name = {config.optimizer.name!r} is not the {state.optimizer} of the checkpoint {path}, whose "
             f"states would be others; resume with {state.optimizer}, or start them again: --checkpoint.load_step "
@@ -191,10 +188,8 @@ def check_fits(state: RunState, config: JobConfig, model: ModelArgs) -> None:
     if "dataloader" in excluded:
         return
     first = next(iter(state.streams.values()), {})
-    for key, now in (
-        ("seed", config.training.seed),
-        ("data_streams", config.training.data_streams),
-    ):
+    for key in ("seed", "data_streams"):
+        now = getattr(config.training, key)
         saved = first.get(key)
         # None: use the checkpoint's number of streams
         if now is not None and saved != now:

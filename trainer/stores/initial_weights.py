@@ -17,10 +17,24 @@ from trainer.stores.state import check_same_model
 from trainer.stores.store import STATE_FILE
 
 _KEY = "checkpoint.initial_load_path"
-_READ = {"r", "lora_alpha", "use_rslora", "target_modules", "target_parameters"}
-_READ |= {"modules_to_save", "exclude_modules", "task_type", "auto_mapping", "peft_version"}
-_READ |= {"base_model_name_or_path", "revision", "inference_mode", "lora_dropout"}
-_READ |= {"megatron_core", "qalora_group_size"}
+_READ = {
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "target_modules",
+    "target_parameters",
+    "modules_to_save",
+    "exclude_modules",
+    "task_type",
+    "auto_mapping",
+    "peft_version",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "lora_dropout",
+    "megatron_core",
+    "qalora_group_size",
+}
 """Options of peft that are read, or have no effect on the weights."""
 _USUAL = (None, False, {}, [], "LORA", "none", "gaussian")
 """Values that switch an option off; the last ones of `peft_type`, `bias` and `init_lora_weights`."""
@@ -64,8 +78,7 @@ def check_initial_weights(
                 "to-hf, and name that"
             )
         plain = replace(config, lora=LoRA())
-        remedy = "take that model"
-        check_same_model(state, plain, model, address, remedy=remedy, dtype=False)
+        check_same_model(state, plain, model, address, remedy="take that model", dtype=False)
         return
     folder = opened_at(path, opened)
     if not folder.has_config:

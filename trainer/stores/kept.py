@@ -61,7 +61,7 @@ def keep_latest(folder: Store, k: int, written: int, *, every: int = 0) -> None:
     """
     best = best_saved(folder)
     own_steps = [step for step in folder.steps() if step <= written]
-    for step in own_steps[: -k or None] if k else ():
+    for step in own_steps[:-k] if k else ():
         if (best is not None and step == best[0]) or (every and step % every == 0):
             continue
         try:

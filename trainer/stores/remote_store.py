@@ -90,9 +90,8 @@ class RemoteStore(Store):
         except BaseException:
             if mode == "wb" and not stream.closed:
                 stream.discard()
-                stream.closed = (
-                    True  # otherwise the garbage collector would write the partial object
-                )
+                # otherwise the garbage collector would write the partial object
+                stream.closed = True
             raise
 
     @_as_os_errors()

@@ -81,8 +81,7 @@ class Store:
     def steps(self) -> list[int]:
         """Return the steps of the complete checkpoints, in order; [] if the folder is missing."""
         if self.path.is_dir():
-            saved = (x.name for x in self.path.iterdir() if (x / STATE_FILE).is_file())
-            return steps_of(saved)
+            return steps_of(x.name for x in self.path.iterdir() if (x / STATE_FILE).is_file())
         if os.path.lexists(self.path):
             raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(self.path))
         return []

@@ -111,9 +111,7 @@ def _forward_with_attention_on_host(self: nn.Module, *args: Any, **kwargs: Any) 
     if keep_attention is None:
         return _forward_keeping_operators(self, *args, **kwargs)
     contexts = partial(_contexts_with_attention_on_host, keep_attention)
-    return checkpoint(
-        type(self).forward, self, *args, **_OPTIONS, context_fn=contexts, **kwargs
-    )
+    return _checkpointed(context_fn=contexts)(self, *args, **kwargs)
 
 
 def _contexts_keeping_exchanges() -> tuple[Any, Any]:
@@ -157,7 +155,7 @@ def _contexts_with_attention_on_host(
     modes = _AttentionOnHost(results, keep), _AttentionOnHost(results, None)
     selective = create_selective_checkpoint_contexts(_KeepOperators(_ATTENTION))
     # These modes are entered first, so the other modes do not see copies to and from the host.
-    return _both(modes[0], selective[0]), _both(modes[1], selective[1])
+    return tuple(map(_both, modes, selective))
 
 
 @contextmanager
@@ -185,9 +183,8 @@ class _AttentionOnHost(TorchDispatchMode):
         if is_attention and self._keep is None:
             return tuple(take() for take in self._results.pop(0))
         out = func(*args, **(kwargs or {}))
-        if (
-            is_attention
-        ):  # output and log-sum-exp; other results are small, or bytes of an exchange
+        if is_attention:
+            # output and log-sum-exp; other results are small, or bytes of an exchange
             self._results.append([self._kept(number, x) for number, x in enumerate(out)])
         return out
 

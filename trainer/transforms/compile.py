@@ -7,8 +7,7 @@ compiled code.
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import wraps
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -62,7 +61,10 @@ def apply_compile(
         ):
             forward = types.MethodType(_forward_without_budget, block)
         forward = _compiled(forward, options)
-        replace_forward(block, "compile", _keeping_inputs(forward) if recomputed else forward)
+        if recomputed:
+            # the graphs of its first call keep only their inputs, and compute the rest again
+            forward = torch._functorch.config.patch(_budget(0.0))(forward)
+        replace_forward(block, "compile", forward)
     if embedding is not None:
         embedding.register_forward_hook(_wait_inside_autograd)
 
@@ -70,17 +72,6 @@ def apply_compile(
 def _forward_without_budget(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a block. As a function of its own it has its own graphs, which other blocks do not share."""
     return type(self).forward(self, *args, **kwargs)
-
-
-def _keeping_inputs(forward: F) -> F:
-    """Wrap a compiled forward: the graphs of its first call keep only their inputs, and compute the rest again."""
-
-    @wraps(forward)
-    def budgeted(*args: Any, **kwargs: Any) -> Any:
-        with torch._functorch.config.patch(_budget(0.0)):
-            return forward(*args, **kwargs)
-
-    return budgeted
 
 
 def _budget(share: float) -> dict[str, object]:
@@ -125,8 +116,13 @@ def _compiled(function: F, options: CompileOptions) -> F:
     if options.backend != "inductor":
         inductor = {}
     dynamic = False if options.fixed_shapes else None
-    settings = {"backend": options.backend, "dynamic": dynamic, "options": inductor or None}
-    return torch.compile(function, fullgraph=True, **settings)
+    return torch.compile(
+        function,
+        fullgraph=True,
+        backend=options.backend,
+        dynamic=dynamic,
+        options=inductor or None,
+    )
 
 
 @contextmanager
@@ -142,24 +138,20 @@ def compiler_settings(options: CompileOptions) -> Iterator[None]:
     Yields:
         None.
     """
-    settings = {}
-    if options.splits_backward:
-        settings["donated_buffer"] = (
-            False  # otherwise the first run overwrites inputs of the second
-        )
-    if options.memory_budget is not None:
-        settings |= _budget(options.memory_budget)
     if not options.any:
         yield
         return
-    with torch._functorch.config.patch(settings) if settings else nullcontext(), _more_graphs():
-        yield
-
-
-def _more_graphs() -> AbstractContextManager[None]:
     from torch._dynamo import config  # the import of the compiler takes a second
 
-    return config.patch(recompile_limit=max(config.recompile_limit, _GRAPHS))
+    settings = {}
+    if options.splits_backward:
+        # otherwise the first run overwrites inputs of the second
+        settings["donated_buffer"] = False
+    if options.memory_budget is not None:
+        settings |= _budget(options.memory_budget)
+    more_graphs = config.patch(recompile_limit=max(config.recompile_limit, _GRAPHS))
+    with torch._functorch.config.patch(settings), more_graphs:
+        yield
 
 
 def keep_caches_apart(dims: ParallelDims) -> None:
@@ -231,10 +223,9 @@ class Recompilations:
         """
         if not self._enabled:
             return
-        before = self._graphs
-        self._graphs = compiled_graphs()
-        if self._graphs > before and step > self._expected_until:
-            new = self._graphs - before
+        new = compiled_graphs() - self._graphs
+        self._graphs += new
+        if new > 0 and step > self._expected_until:
             logger.warning(
                 f"step {step}: {new} graph(s) were compiled again; TORCH_LOGS=recompiles says why"
             )

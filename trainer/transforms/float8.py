@@ -80,12 +80,13 @@ def without_float8_cast(tensor: Tensor) -> Tensor:
     local = tensor.to_local()
     if not hasattr(local, "fsdp_pre_all_gather"):
         return tensor
-    mesh = tensor.device_mesh
-    placements = tensor.placements
-    shape = tensor.shape
-    stride = tensor.stride()
     return DTensor.from_local(
-        local._tensor, mesh, placements, run_check=False, shape=shape, stride=stride
+        local._tensor,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
@@ -112,7 +113,6 @@ def check_float8_machine(
             f"float8.enable = true needs torchao ({error}); install it with pip install '.[float8]' in the folder of "
             f"this program or with pip install torchao, or leave float8.enable out"
         ) from None
-    needed = ".".join(map(str, _CAPABILITY))
     if not settings.emulate and (
         device.type != "cuda" or torch.cuda.get_device_capability(device) < _CAPABILITY
     ):
@@ -121,8 +121,9 @@ def check_float8_machine(
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
             machine = f"{torch.cuda.get_device_name(device)} with {capability}"
         raise ConfigError(
-            f"float8.enable = true needs a GPU of compute capability {needed} or more, and this is a {machine}; set "
-            f"float8.emulate = true for its rounding alone, or leave float8.enable out"
+            f"float8.enable = true needs a GPU of compute capability {'.'.join(map(str, _CAPABILITY))} "
+            f"or more, and this is a {machine}; set float8.emulate = true for its rounding alone, or "
+            "leave float8.enable out"
         )
     # An FSDP unit of float8 weights alone is sent as float8, which gloo does not support; a mixed unit as bytes.
     alone = not norms_have_parameters or not any(

@@ -99,9 +99,13 @@ def empty_like_unpacked(packed: Tensor) -> Tensor:
     if not isinstance(packed, DTensor):
         return weight
     shape = _weight_shape(packed)
-    mesh, placements = packed.device_mesh, packed.placements
     return DTensor.from_local(
-        weight, mesh, placements, run_check=False, shape=shape, stride=(shape[1], 1)
+        weight,
+        packed.device_mesh,
+        packed.placements,
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
     )
 
 

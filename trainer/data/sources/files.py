@@ -49,9 +49,9 @@ def reading(file: str) -> Iterator[None]:
         zlib.error,
     ) as error:  # errors of Arrow are among these
         file = getattr(error, "filename", None) or file
-        reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"{file} cannot be read ({reason}); copy it again, or give files that you may read"
+            f"{file} cannot be read ({getattr(error, 'strerror', None) or error}); copy it again, or "
+            "give files that you may read"
         ) from None
 
 

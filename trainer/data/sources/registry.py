@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config.data import CONVERSATIONS
 from trainer.config.errors import ConfigError, did_you_mean
 from trainer.config.registry import Registry
-from trainer.config.schema import Chat, Model, Training
+from trainer.config.schema import Chat, JobConfig, Model, Training
 from trainer.data.sources.conversations import COLUMNS, conversation, preference
 from trainer.data.sources.files import DataKeys, find_files, stdlib_files
 from trainer.data.sources.records import (
@@ -33,9 +33,6 @@ from trainer.data.tokenizers.conversation_encoder import ConversationEncoder
 from trainer.data.tokenizers.tokenizer import NOTHING, Encoded, open_tokenizer
 from trainer.grouping import grouped
 
-_MODEL = Model()
-_TRAINING = Training()
-_CHAT = Chat()
 HUB = "hub://"
 """Beginning of the path of conversations that lie on the Hugging Face hub."""
 _WHOLE = 1 << 62  # more bytes than a file has: each file is one part
@@ -58,11 +55,11 @@ class DataSettings:
 
     dataset: str
     path: str | None = None
-    tokenizer: str = _MODEL.tokenizer_file
+    tokenizer: str = JobConfig.model.tokenizer_file
     chat_template: str | None = None
     text_field: str = "text"
     skips: bool = False
-    chat: Chat = _CHAT
+    chat: Chat = JobConfig.chat
     keys: DataKeys = field(default=DataKeys(), compare=False, repr=False)
 
     @classmethod
@@ -71,7 +68,7 @@ class DataSettings:
         dataset: str,
         path: str | None,
         model: Model,
-        training: Training = _TRAINING,
+        training: Training = JobConfig.training,
         **others: Any,
     ) -> "DataSettings":
         """Return the settings of the tables [model] and [training].
@@ -83,10 +80,11 @@ class DataSettings:
             training: The table [training].
             **others: The fields `chat` and `keys`.
         """
-        tokenizer = model.tokenizer_file
         field = training.dataset_text_field
         skips = training.on_bad_record == "skip"
-        return cls(dataset, path, tokenizer, model.chat_template, field, skips, **others)
+        return cls(
+            dataset, path, model.tokenizer_file, model.chat_template, field, skips, **others
+        )
 
     @property
     def hub(self) -> str:
@@ -273,11 +271,10 @@ def check_source(settings: DataSettings, data_streams: int | None = None) -> Non
     """
     source = source_of(settings)
     files = files_of(settings)
-    keys = settings.keys
     where = (
-        f"{keys.path} = {settings.path!r}"
+        f"{settings.keys.path} = {settings.path!r}"
         if settings.path
-        else f"{keys.dataset} = {settings.dataset!r}"
+        else f"{settings.keys.dataset} = {settings.dataset!r}"
     )
     if settings.hub:
         HubData.of(settings.hub)

@@ -82,16 +82,17 @@ class Inputs:
         Args:
             shard_bytes: Bytes of a part, as configured; None if it is chosen by the size of the data.
         """
-        tokenizer = self.settings.tokenizer
+        settings = self.settings
+        tokenizer = settings.tokenizer
         names = {
             "format": _FORMAT,
-            "dataset": self.settings.dataset,
+            "dataset": settings.dataset,
             "shard_bytes": shard_bytes,
         }
-        if self.settings.hub:
-            names["path"] = self.settings.path
-        if self.settings.dataset in CONVERSATIONS:
-            names |= {"labels": LABELS, "template": template_hash(self.settings)}
+        if settings.hub:
+            names["path"] = settings.path
+        if settings.dataset in CONVERSATIONS:
+            names |= {"labels": LABELS, "template": template_hash(settings)}
         return names | {
             "tokenizer": {
                 "hash": tokenizer_hash(tokenizer),
@@ -114,9 +115,8 @@ class Inputs:
             entries: The record of each shard.
         """
         digest = hashlib.blake2b(digest_size=8)
-        contents = []
+        contents = {}
         documents = 0
-        last = None
         # another machine has the same content in files of other names
         if not self.settings.path:
             for text in map(text_of_file, self.files):
@@ -126,13 +126,11 @@ class Inputs:
         for part, entry in zip(parts, entries, strict=True):
             counts = [entry["documents"]] if len(part.files) == 1 else [1] * len(part.files)
             for file, count in zip(part.files, counts, strict=True):
-                if file != last:
+                if file not in contents:
                     digest.update(f"{digests[file]}\0".encode())
-                    contents.append((documents, 0))
                 documents += count
-                last = file
-                contents[-1] = documents, number_of(digest)
-        return contents
+                contents[file] = documents, number_of(digest)
+        return list(contents.values())
 
 
 def made_by(settings: DataSettings) -> dict[str, int]:

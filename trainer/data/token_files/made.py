@@ -94,10 +94,9 @@ def described(settings: DataSettings, size: int) -> str:
     id_bytes = (2 if vocab_size_of(settings.tokenizer) <= 1 << 16 else 4) + (
         settings.dataset in CONVERSATIONS
     )
-    about = size * _TOKENS_A_BYTE * id_bytes
-    return (
-        f"{size / 2**20:,.1f} MiB of {settings.dataset}, about {about / 2**20:,.1f} MiB of ids,"
-    )
+    mib = size / 2**20
+    about = mib * _TOKENS_A_BYTE * id_bytes
+    return f"{mib:,.1f} MiB of {settings.dataset}, about {about:,.1f} MiB of ids,"
 
 
 def _pinned(settings: DataSettings) -> DataSettings:
@@ -151,8 +150,8 @@ def tokenize(
             log(f"{folder} has {len(parts) - len(left)} of {len(parts)} shards already")
         work = {i: (inputs.settings, parts[i], stems[i]) for i in left}
         _write(work, processes=processes, log=log, every=every)
-        entries = [entry_of(stem) for stem in stems]
-        shards = dict(zip([stem.name for stem in stems], entries, strict=True))
+        shards = {stem.name: entry_of(stem) for stem in stems}
+        entries = list(shards.values())
         manifest = plan | {"content": inputs.content(parts, entries), "shards": shards}
         write_whole(folder / MANIFEST, json.dumps(manifest, indent=1).encode())
         # files of killed processes
@@ -160,9 +159,9 @@ def tokenize(
             file.unlink(missing_ok=True)
     documents = sum(entry["documents"] for entry in entries)
     tokens = sum(entry["tokens"] for entry in entries)
-    seconds = _duration(time.monotonic() - started)
     log(
-        f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards ({seconds})"
+        f"{folder}: {tokens:,} tokens of {documents:,} documents in {len(parts)} shards "
+        f"({_duration(time.monotonic() - started)})"
     )
 
 
@@ -250,8 +249,10 @@ def _write(work: _Work, *, processes: int, log: Log, every: float) -> None:
             if total
             else ""
         )
-        left = _duration(seconds * (1 - share) / share)
-        log(f"{stem.name}: {number} of {len(work)} shards, {rate}{left} left")
+        log(
+            f"{stem.name}: {number} of {len(work)} shards, {rate}"
+            f"{_duration(seconds * (1 - share) / share)} left"
+        )
 
 
 def _written(work: _Work, processes: int) -> Iterator[int]:

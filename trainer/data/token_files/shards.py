@@ -65,15 +65,13 @@ def write_shard(settings: DataSettings, part: Part, stem: Path) -> None:
         for document in documents_of(settings, part, skipped):
             encoded = encode(document) if document else NOTHING
             ids = encoded.ids
-            marks = encoded.answers
+            marks = b"" if encoded.answers is None else encoded.answers.tobytes()
             if encoded.notes:
                 chat_notes.add(notes, encoded.notes, document["where"]())
             stream.write(content := ids.astype(dtype).tobytes())
             lengths.append(len(ids))
-            sums.append(zlib.crc32(content))
-            if marks is not None:
-                answers.append(marks.tobytes())
-                sums[-1] = zlib.crc32(answers[-1], sums[-1])
+            sums.append(zlib.crc32(marks, zlib.crc32(content)))
+            answers.append(marks)
         stream.flush()
         os.fsync(stream.fileno())
         write_whole(stem.with_suffix(".crc"), np.array(sums, dtype="<u4").tobytes())
