@@ -81,11 +81,11 @@ def parse_command_line(
     if options.help is not None:
         print(help_text(schema, min(shutil.get_terminal_size().columns, 120), options.help))
         raise SystemExit(0)
-    given = options.values
-    check_config = given.pop("check_config", False)
-    print_config = given.pop("print_config", False)
-    world_size = given.pop("world_size", None)
-    given.pop("allow_imports", None)
+    values = options.values
+    check_config = values.pop("check_config", False)
+    print_config = values.pop("print_config", False)
+    world_size = values.pop("world_size", None)
+    values.pop("allow_imports", None)
     with problems.collected():
         if world_size is not None and world_size < 1:
             raise ConfigError(
@@ -94,9 +94,9 @@ def parse_command_line(
         if world_size is not None and not check_config:
             raise ConfigError(f"--world-size {world_size} needs --check-config; add it")
     with problems.collected():
-        line = rewrite(given, COMMAND_LINE)
+        line = rewrite(values, COMMAND_LINE)
     file = Settings()
-    if (name := given.get("job.config_file")) is not None:
+    if (name := values.get("job.config_file")) is not None:
         with problems.collected():
             file = read_file(found_or_preset(Path(name), name), schema, problems)
     problems.raise_all()
