@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.commands.main import COMMANDS
 from trainer.commands.main import main as lct
 from trainer.config.errors import ConfigError
 from trainer.config.keys import Key, keys_of
@@ -379,3 +380,15 @@ def test_check_prints_the_configuration_if_it_is_asked_for(tmp_path: Path, capsy
     file = tmp_path / "printed.toml"
     file.write_text(capsys.readouterr().out)
     assert parse(f"--job.config_file={file}").training.steps == 7
+
+
+def test_an_installation_without_a_package_of_the_program_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An editable installation lists the packages that the program had when it was installed."""
+    monkeypatch.setitem(COMMANDS, "chat", {"module": "lct_absent.chat"})
+    assert lct(["chat", "folder"]) == 2
+    assert "lacks lct_absent; install the program again" in capsys.readouterr().err
+    monkeypatch.setitem(COMMANDS, "chat", {"module": "trainer.absent"})
+    with pytest.raises(ModuleNotFoundError):
+        lct(["chat", "folder"])

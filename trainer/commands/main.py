@@ -57,9 +57,17 @@ def _run(arguments: list[str]) -> int:
         known = [*COMMANDS, "--version", "--help"]
         report(f"error: {name!r} is not a command of lct{did_you_mean(name, known)}")
         return 2
-    command = import_module(COMMANDS[name].get("module", f"trainer.commands.{name}"))
+    module = COMMANDS[name].get("module", f"trainer.commands.{name}")
     try:
-        return command.main(others)
+        return import_module(module).main(others)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise
+        report(
+            f"error: this installation is older than the program and lacks {error.name}; install the program again, "
+            "from a clone with pip install -e ."
+        )
+        return 2
     except ConfigError as error:
         report(f"error: {error}")
         return 2
