@@ -134,7 +134,7 @@ CHECKPOINTS = (
         "tests/unit/test_hugging_face.py",
     ),
     Mutant(
-        "a whole file of another step is not check_sum",
+        "a whole file of another step is not seen",
         "trainer/checkpoint/verify.py",
         "if check_sum != wanted:",
         "if check_sum != wanted and False:",

@@ -1,16 +1,19 @@
 """Laws of `lct verify` that need no training: files of their own step, and states of optimizers of packages."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.unit.saved_runs import saved_run
-from trainer.checkpoint.verify import _without_states, expected_entries
+from trainer.checkpoint.verify import _check_files, _without_states, expected_entries
 from trainer.commands.main import main as lct
 from trainer.config.loader import parse_command_line
 from trainer.job.resolution import resolve_model
+from trainer.stores.folder import read_state
+from trainer.stores.store import Store
 
 
 def test_a_file_of_another_step_with_the_same_length_is_found(tmp_path: Path, capsys) -> None:
@@ -32,6 +35,15 @@ def test_a_file_of_another_step_with_the_same_length_is_found(tmp_path: Path, ca
     assert whole.startswith("step-3: whole: ")
     assert damaged.startswith("step-5: damaged: ")
     assert "the check sum of __0_0.distcp is wrong: damaged, or of another step" in damaged
+
+
+def test_no_file_outside_the_step_is_read(tmp_path: Path) -> None:
+    """Of a state that was written by others: names of files are checked, and names of sums are not."""
+    saved_run(tmp_path / "run", "--training.seq_len=64")
+    folder = Store(tmp_path / "run" / "checkpoint")
+    (tmp_path / "run" / "outside").write_text("secret")
+    state = read_state(folder, 3)
+    _check_files(folder, replace(state, sums=state.sums | {"../../outside": 1}))
 
 
 @pytest.mark.parametrize(
