@@ -104,7 +104,7 @@ def measure(trees: Mapping[str, Path], rounds: int) -> list[dict[str, object]]:
         for name, tree in trees.items():
             with tempfile.TemporaryDirectory() as folder:
                 copy = Path(folder, "tree")
-                for part in ("longshard", "trainer", "lct_inference", "lct_planner", "lct_tools", "train_configs"):
+                for part in ("longshard", "trainer", "lct_planner", "train_configs"):
                     shutil.copytree(tree / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
                 own = {"XDG_CACHE_HOME": f"{folder}/cache", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(copy)}
                 environment = os.environ | own

@@ -63,6 +63,9 @@ def test_without_a_fresh_file_it_is_a_crash(watchdog: Watchdog, capsys: pytest.C
     assert not Watchdog(None).ended(1, ABORTED)
     code, line = end_of(watchdog, [ABORTED, ABORTED], capsys)
     assert (code, line) == (128 + signal.SIGABRT, "error: rank 0 failed first (SIGABRT); the other ranks were stopped")
+    (watchdog.folder / flight_record(1)).unlink()
+    (watchdog.folder / flight_record(2)).symlink_to("gone")
+    assert not watchdog.ended(None, ABORTED)
 
 
 def listeners(port: int) -> list[str]:

@@ -260,7 +260,7 @@ class Watchdog:
         if self.folder is None or code != -signal.SIGABRT:
             return False
         paths = self.folder.glob(flight_record("*" if rank is None else rank))
-        return any(path.stat().st_mtime >= self._started for path in paths)
+        return any(path.exists() and path.stat().st_mtime >= self._started for path in paths)
 
     def grace_of(self, first: RankEnd) -> tuple[float, bool]:
         """Return the seconds that the other ranks have after the first failure, and whether to show their stacks.
