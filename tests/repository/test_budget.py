@@ -34,14 +34,14 @@ MOST_FILE_LINES = 400
 MOST_ARGUMENTS = 7
 WIDE_COLUMNS = 105
 
-MOST_TOKENS = 306_082
+MOST_TOKENS = 306_159
 """Of the library and the trainer."""
 MOST_INFERENCE_TOKENS = 17_052
 """Of commands that use a trained model."""
 MOST_PLANNER_TOKENS = 18_548
 MOST_TOOLS_TOKENS = 13_039
 """Of commands around a run."""
-MOST_PROGRAM_TOKENS = 354_721
+MOST_PROGRAM_TOKENS = 354_798
 """Of all packages: a move from one to another does not lower it."""
 MOST_TOKENS_PER_LINE = 8.69
 MOST_WIDE_SHARE = 0.0136

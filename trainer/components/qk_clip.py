@@ -91,14 +91,18 @@ class QKClip(Observer):
         self._last_step = torch.stack([seen, factors])
         for attention, head_factors in zip(self._layers.values(), factors, strict=True):
             for parameter, row_factors in _row_factors(attention, head_factors):
-                if parameter not in self._rows:
-                    ranges = [torch.arange(*part) for part in rows_here(parameter)]
-                    rows = torch.cat(ranges or [torch.arange(0)])
-                    rows = rows - self._dims.rank("tp") * len(row_factors)
-                    self._rows[parameter] = rows.to(row_factors.device)
-                local = local_part(parameter)
-                own = row_factors[self._rows[parameter]].view(-1, *[1] * (local.ndim - 1))
-                local.mul_(own.to(local.device, wide_type(local.dtype)))
+                self._scale(parameter, row_factors)
+
+    def _scale(self, parameter: nn.Parameter, factors: Tensor) -> None:
+        """Multiply the rows that this rank has. factors: factors of all rows of its tensor-parallel rank."""
+        if parameter not in self._rows:
+            ranges = [torch.arange(*part) for part in rows_here(parameter)]
+            rows = torch.cat(ranges or [torch.arange(0)])
+            rows = rows - self._dims.rank("tp") * len(factors)
+            self._rows[parameter] = rows.to(factors.device)
+        local = local_part(parameter)
+        own = factors[self._rows[parameter]].view(-1, *[1] * (local.ndim - 1))
+        local.mul_(own.to(local.device, wide_type(local.dtype)))
 
     def record(self, positions: Positions) -> dict[str, float]:
         """Return the last step's largest logit before clipping, and the number of clipped heads. A collective.

@@ -39,7 +39,7 @@ def plan_files(
     most_bytes: float,
     stem: str = "model",
 ) -> tuple[list[NewFile], str]:
-    """Plan files of at most `most_bytes` of tensors, without writing them. A larger tensor has a file of its own.
+    """Choose the file of each tensor; nothing is written. A file has at most `most_bytes`, or one larger tensor.
 
     Args:
         shapes: Shape of each tensor, at least one.

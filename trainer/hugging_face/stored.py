@@ -111,7 +111,7 @@ def read_file(file: Path) -> dict[str, Stored]:
         ConfigError: The file is missing, cut short or no safetensors file, or a tensor has a dtype that is not in
             `BYTES`.
     """
-    # a machine without it runs models of its own
+    # imported here: training without such files does not need the package
     from safetensors import SafetensorError, safe_open
 
     try:

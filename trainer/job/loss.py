@@ -64,20 +64,7 @@ def loss_chunk(
     Raises:
         ConfigError: training.z_loss is set, and logits exist at once and are divided over ranks.
     """
-    configured = config.training.loss_chunk_tokens
-    vocabulary = f"auto: {model.vocab_size:,} tokens in the vocabulary"
-    chunk = 0
-    if reason := why_no_chunks(config, degrees):
-        pass  # all logits must exist at once
-    elif configured is not None:
-        chunk, reason = configured, ""
-    elif model.vocab_size <= LARGE_VOCABULARY:
-        reason = f"{vocabulary} are few"
-    elif not saves_memory(model, tokens):
-        reason = f"auto: {tokens:,} tokens have few logits"
-    else:
-        chunk = chunk_tokens(model.linear_shapes(degrees.tp)["output"][0])
-        reason = vocabulary
+    chunk, reason = _chosen_chunk(config, model, degrees, tokens)
     divided = degrees.tp > 1 and not config.parallelism.disable_loss_parallel
     if config.training.z_loss and not chunk and divided:
         rows, _ = model.linear_shapes(degrees.tp)["output"]
@@ -87,3 +74,19 @@ def loss_chunk(
             f"= {chunk_tokens(rows)}, or parallelism.disable_loss_parallel = true"
         )
     return chunk, reason
+
+
+def _chosen_chunk(
+    config: JobConfig, model: DecoderArgs, degrees: Degrees, tokens: int
+) -> tuple[int, str]:
+    if reason := why_no_chunks(config, degrees):
+        return 0, reason
+    configured = config.training.loss_chunk_tokens
+    if configured is not None:
+        return configured, ""
+    vocabulary = f"auto: {model.vocab_size:,} tokens in the vocabulary"
+    if model.vocab_size <= LARGE_VOCABULARY:
+        return 0, f"{vocabulary} are few"
+    if not saves_memory(model, tokens):
+        return 0, f"auto: {tokens:,} tokens have few logits"
+    return chunk_tokens(model.linear_shapes(degrees.tp)["output"][0]), vocabulary

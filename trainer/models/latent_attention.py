@@ -115,6 +115,7 @@ class LatentAttention(Branch):
         # (B, S, 1, W)
         latent = self.gathered(torch.cat((self.kv_a_norm(compressed), shared), -1)).unsqueeze(2)
         if self.args.rope_theta != 0:
+            freqs_cis = freqs_cis.narrow(-3, 0, q.shape[1])
             q, latent = (
                 torch.cat((kept, apply_rope(rotated, freqs_cis)), -1)
                 for kept, rotated in (

@@ -140,7 +140,7 @@ def apply_rope(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
     Args:
         x: (B, S, H, D).
-        freqs_cis: Cosines and sines, (S, D / 2, 2), or for each row (B, S, D / 2, 2). Further positions are not used.
+        freqs_cis: Cosines and sines, (S, D / 2, 2), or for each row (B, S, D / 2, 2).
 
     Returns:
         (B, S, H, D), with the dtype of x.
@@ -162,7 +162,6 @@ def apply_rope_to_halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
 
 
 def _rotated(x: Tensor, freqs_cis: Tensor, rotate: Callable[..., Tensor]) -> Tensor:
-    freqs_cis = freqs_cis.narrow(-3, 0, x.shape[1])
     if torch.compiler.is_compiling():
         return rotate(x, freqs_cis).type_as(x)
     return _Rotation.apply(x, freqs_cis, rotate)

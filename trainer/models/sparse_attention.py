@@ -66,7 +66,7 @@ class Indexer(Branch):
         """Return x, (B, S, J, D), with its first channels rotated."""
         rotate = apply_rope if self.args.adjacent_pairs else apply_rope_to_halves
         turned, kept = x.split([self.rope_dim, x.shape[-1] - self.rope_dim], -1)
-        return torch.cat((rotate(turned, freqs_cis), kept), -1)
+        return torch.cat((rotate(turned, freqs_cis.narrow(-3, 0, x.shape[1])), kept), -1)
 
 
 class InnerSparseAttention(Cached):

@@ -43,7 +43,7 @@ class Encoded(NamedTuple):
     notes: Mapping[str, int] = MappingProxyType({})
 
     def wrong_id(self, vocab_size: int) -> str:
-        """Return words about the first id outside of a tokenizer's vocabulary; empty if there is none.
+        """Return a text that names the first id that the tokenizer does not have; "" if it has all ids.
 
         Args:
             vocab_size: The number of the tokenizer's ids.
